@@ -35,7 +35,7 @@ from lz_compile.passes.graph.refusal import NearMiss
 from lz_compile.passes.loops.recurrence.distribute import Distributed
 from lz_compile.passes.loops.roll import reroll
 from lz_compile.passes.loops.roll.scan_outputs import scans_of_ours
-from lz_compile.passes.proof.scan_steps import run_steps
+from lz_compile.passes.proof.running import run_steps
 from lz_compile.report.report import GraphReport
 
 #: By name of what is compared: a tensor, or anything with ``==``.

@@ -18,8 +18,7 @@ from lz_compile.passes.editing.edit import RefutedError, Rewrite, apply
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.loops.recurrence import reading as scan_reading
-from lz_compile.passes.loops.recurrence.distribute import Distributed, distribute, why_unknown
-from lz_compile.passes.loops.recurrence.few_steps import shown_on_few_steps
+from lz_compile.passes.loops.recurrence.distribute import Distributed, distribute, shown_on_few_steps, why_unknown
 from lz_compile.passes.loops.recurrence.step_trace import SCAN
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.scan.recogniser import recognise

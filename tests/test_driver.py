@@ -11,8 +11,8 @@ from torch import fx
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.graph.effects import MutatedError
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
+from lz_compile.passes.graph.view import EMITTED
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.driver import Driver, Outcome
 from lz_compile.passes.rewriting.emitter import TableEmitter

@@ -17,8 +17,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.inlining import attention_calls
 from lz_compile.passes.inlining.attention_calls import BODIES, multi_head_attention
-from lz_compile.passes.inlining.inline import Inlined, inline
-from lz_compile.passes.inlining.inline_proof import _difference
+from lz_compile.passes.inlining.inline import Inlined, _difference, inline
 from lz_compile.passes.recognisers import recognisers
 from lz_compile.passes.rewriting.match import Match
 

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.shapes import SHAPES, Size, build
 from lz_compile.lowering import inductor
 from lz_compile.lowering.regions import untangle
-from lz_compile.passes.layers import backward, fold
+from lz_compile.passes.layers import fold
 from lz_compile.passes.layers.fold import fold_layers
 from lz_compile.report.report import reports
 
@@ -524,12 +524,12 @@ def test_the_trial_of_a_backward_pass_is_remembered(monkeypatch, tmp_path):
     device = torch.device("cpu")
     with torch.random.fork_rng():
         state = torch.random.get_rng_state()
-        assert not backward.why_not_differentiated(device)
+        assert not fold.why_not_differentiated(device)
         assert torch.equal(torch.random.get_rng_state(), state)
-    monkeypatch.setattr(backward, "_try", lambda device: "tried again")
-    assert not backward.why_not_differentiated(device)
+    monkeypatch.setattr(fold, "_try", lambda device: "tried again")
+    assert not fold.why_not_differentiated(device)
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path / "other"))
-    assert backward.why_not_differentiated(device) == "tried again"
+    assert fold.why_not_differentiated(device) == "tried again"
 
 
 @pytest.mark.slow
@@ -542,7 +542,7 @@ def test_the_trial_of_a_backward_pass_finds_each_fault(monkeypatch, tmp_path, fa
     else:
         monkeypatch.setattr(inductor, "untangle", lambda graph: None)
     with torch._inductor.config.patch(force_disable_caches=True):
-        assert "it is off by" in backward.why_not_differentiated(torch.device("cpu"))
+        assert "it is off by" in fold.why_not_differentiated(torch.device("cpu"))
 
 
 def test_what_a_region_hands_out_twice_is_made_outside_of_it():

@@ -20,7 +20,7 @@ from lz_compile.lowering import inductor
 from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.ops.attention import Operands
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.provenance import EMITTED
+from lz_compile.passes.graph.view import EMITTED
 from lz_compile.passes.recognisers import recognisers
 from lz_compile.passes.rewriting.rewrite import Recipes, splice
 

@@ -11,8 +11,9 @@ from graphs import capture
 from torch import Tensor, fx
 
 from lz_compile.ground.isolation import isolated
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.proof.running import NotRunnableError, run
-from lz_compile.passes.proof.subgraph import Subgraph, needed
+from lz_compile.passes.proof.subgraph import Subgraph
 
 
 def between(module: fx.GraphModule, names: list[str]) -> Subgraph:

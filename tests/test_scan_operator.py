@@ -14,8 +14,7 @@ from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.passes.loops.roll import checkpoints
 from lz_compile.passes.loops.roll.scan_outputs import is_graded
 from lz_compile.passes.proof import trial_run
-from lz_compile.passes.proof.running import NotRunnableError
-from lz_compile.passes.proof.scan_steps import run_steps
+from lz_compile.passes.proof.running import NotRunnableError, run_steps
 
 B, T, D = 2, 16, 3
 

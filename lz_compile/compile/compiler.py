@@ -21,7 +21,7 @@ from lz_compile.ground import events, telemetry
 from lz_compile.ground.fingerprint import source_hash
 from lz_compile.ground.isolation import isolated
 from lz_compile.lowering import inductor
-from lz_compile.passes.graph.attachment import note_as_handed_in
+from lz_compile.passes.graph.gradients import note_as_handed_in
 from lz_compile.passes.graph.snapshot import Snapshot
 from lz_compile.report.dump import Dump
 from lz_compile.report.report import GraphReport, new_report

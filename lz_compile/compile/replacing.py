@@ -24,9 +24,9 @@ from lz_compile.passes.fusion.emitter import FusedEmitter
 from lz_compile.passes.fusion.fusion import fusions
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.share import share_equal
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import EMITTED, tensor_of
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.layers.fold import fold_layers
 from lz_compile.passes.loops.roll.checkpoints import checkpoints
 from lz_compile.passes.loops.roll.scan import SCAN
@@ -41,7 +41,6 @@ from lz_compile.passes.loops.roll.scan_outputs import (
     order_gradients,
     scans_of_ours,
 )
-from lz_compile.passes.proof.subgraph import needed
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import erase_unread, splice
 from lz_compile.report.graph_text import statements

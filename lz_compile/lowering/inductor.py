@@ -785,11 +785,6 @@ def _buffer(placeholder: fx.Node) -> _Buffer | None:
     return _Buffer(argument.example, source, frame) if is_reliable else None
 
 
-def source_of(placeholder: fx.Node) -> str:
-    """What Dynamo calls what an input comes from (``L['self']._modules['norm']``); empty where it says none."""
-    return str(getattr(getattr(placeholder.meta.get("grapharg"), "source", None), "name", ""))
-
-
 def _frame() -> Frame | None:
     """The function that is being compiled; None where its code is for other processes, in which identities mean nothing.
 

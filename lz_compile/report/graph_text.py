@@ -14,10 +14,8 @@ from torch import fx
 from torch.fx.graph import dtype_abbrs  # type: ignore[attr-defined]  # it is there, and tests use it
 
 from lz_compile.ground import events
-from lz_compile.lowering import inductor
-from lz_compile.passes.graph.modules import modules_of, path_of
-from lz_compile.passes.graph.provenance import EMITTED
-from lz_compile.passes.graph.view import target_name, value_of, where_of
+from lz_compile.passes.graph.modules import modules_of, path_of, source_of
+from lz_compile.passes.graph.view import EMITTED, target_name, value_of, where_of
 from lz_compile.report.layout import short
 
 #: Letters of a constant that are shown.
@@ -104,7 +102,7 @@ def _name(node: fx.Node, names: dict[fx.Node, str]) -> str:
     """What a node is called; what the model holds by its path, as an expression."""
     if node not in names:
         names[node] = node.name
-        source = inductor.source_of(node)
+        source = source_of(node)
         if source and "._" in source:
             names[node] = re.sub(r"\.(\d+)(?=\.|$)", r"[\1]", f"self.{path_of(source)}")
         elif node.op == "get_attr":

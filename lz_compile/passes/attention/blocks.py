@@ -18,6 +18,7 @@ from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss
 from lz_compile.passes.graph.view import Call
+from lz_compile.passes.graph.walks import reached
 
 #: Calls that put blocks together, besides arithmetic.
 _JOINTS = frozenset(
@@ -72,7 +73,7 @@ class Blocks:
     def _whole(self, first: NearMiss, joints: set[fx.Node], blocks: str) -> NearMiss:
         text = f"an attention is computed in {blocks}, whose exponentials are put together afterwards"
         edit = "write plain attention, softmax(q @ k.T) @ v: kernels go over blocks by themselves"
-        pieces = frozenset(joints | self._behind(joints))
+        pieces = frozenset((*joints, *self._behind(joints)))
         return replace(first, reason=Reason("ATTENTION_BY_BLOCKS", text), edit=edit, pieces=pieces, is_whole=True)
 
     def _joints(self, product: fx.Node) -> set[fx.Node]:
@@ -91,34 +92,29 @@ class Blocks:
                     queue.append((user, is_divided or call.name == "div"))
         return found
 
-    def _behind(self, joints: Iterable[fx.Node]) -> set[fx.Node]:
+    def _behind(self, joints: Iterable[fx.Node]) -> Iterator[fx.Node]:
         """What is put together, up to the products of queries and keys: the running maximum is among it."""
-        found = set[fx.Node]()
-        queue = [operand for joint in joints for operand in joint.all_input_nodes]
-        while queue and len(found) < _FAR:
-            node = queue.pop()
-            call = self.effects.calls.get(node)
-            if node not in found and call is not None and self._may_join(call):
-                found.add(node)
-                queue.extend(node.all_input_nodes)
-        return found
+
+        def joined(node: fx.Node) -> Iterator[fx.Node]:
+            calls = map(self.effects.calls.get, node.all_input_nodes)
+            return (call.node for call in calls if call is not None and self._may_join(call))
+
+        return reached((each for joint in joints for each in joined(joint)), joined, _FAR)
 
     def _may_join(self, call: Call) -> bool:
         return is_pointwise(call) or layout.rearranges(call) or call.name in _JOINTS or _is_loop(call.node)
 
     def _is_summed_beside(self, softmax: fx.Node) -> bool:
         """Whether the logarithm of the sum of the same exponentials is computed, too."""
-        queue, seen = list(softmax.all_input_nodes), {softmax}
-        while queue and len(seen) < _NEAR:
-            node = queue.pop(0)
-            users = [self.effects.calls.get(user) for user in node.users]
-            if any(call is not None and call.name == "logsumexp" for call in users):
-                return True
+
+        def above(node: fx.Node) -> list[fx.Node]:
             call = self.effects.calls.get(node)
-            seen.add(node)
-            if call is not None and (is_pointwise(call) or layout.rearranges(call)):
-                queue.extend(each for each in node.all_input_nodes if each not in seen)
-        return False
+            is_passed = call is not None and (is_pointwise(call) or layout.rearranges(call))
+            return node.all_input_nodes if is_passed else []
+
+        near = reached(softmax.all_input_nodes, above, _NEAR)
+        calls = (self.effects.calls.get(user) for node in near for user in node.users)
+        return any(call is not None and call.name == "logsumexp" for call in calls)
 
 
 def _is_loop(node: fx.Node) -> bool:

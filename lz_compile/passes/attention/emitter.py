@@ -24,7 +24,7 @@ from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.implied import Implied, near
 from lz_compile.passes.masks.meaning import Documents, Slopes
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.core import Core
+from lz_compile.passes.rewriting.core import Core, wants_grad
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 
 
@@ -108,8 +108,7 @@ class AttentionEmitter:
 
     def needs_grad(self) -> bool:
         """Whether gradients may be asked of any operand."""
-        enabled = grad_enabled(self.region.effects.ambient(self.output))
-        return enabled and any(_requires_grad(node) for node in self.edge())
+        return wants_grad(self.region.effects.ambient(self.output), self.edge())
 
     def attributes_at(self, sizes: Mapping[Axis, int]) -> AttentionAttrs:
         """The attributes for a proof at other sizes."""

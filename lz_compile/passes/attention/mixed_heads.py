@@ -11,8 +11,8 @@ from torch import fx
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import scores
+from lz_compile.passes.attention.operand import is_weight
 from lz_compile.passes.attention.scores import Scores
-from lz_compile.passes.attention.weights import is_weight
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, atoms, axes_of, fresh

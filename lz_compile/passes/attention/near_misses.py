@@ -14,7 +14,7 @@ from torch import fx
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import mixed_heads, scores
-from lz_compile.passes.attention.weights import is_weight
+from lz_compile.passes.attention.operand import is_weight
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh
@@ -22,9 +22,9 @@ from lz_compile.passes.formula.distances import is_distance
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, where_of
+from lz_compile.passes.graph.view import EMITTED, Call, is_floating, known_tensor, tensor_of, where_of
+from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.rewriting.driver import refusal_of
 
 #: What to do about a value that was overwritten before it is read.
@@ -35,6 +35,26 @@ _SUMS = frozenset({"sum", "logsumexp"})
 #: What picks from probabilities, or measures them, instead of weighing values by them.
 _PICKS = frozenset(
     "topk argmax argmin sort argsort multinomial one_hot nll_loss cross_entropy kl_div bincount histc cumsum".split()
+)
+#: Reasons that are always the same, and what to do about them.
+_DISTANCES = (
+    Reason("SCORES_ARE_DISTANCES", "the scores are distances between queries and keys, no products"),
+    "score by squared distances, as -torch.cdist(q, k) ** 2: of those, kernels take the products",
+)
+_PLACE_BY_PLACE = (
+    Reason("WINDOW_BY_HAND", "the keys of a window are scored, and its values weighed, one by one"),
+    "gather them for each query, as key.unfold(2, window, 1) does: products with that are read as a band of all keys",
+)
+_FROM_OUTSIDE = (
+    Reason(
+        "SCORES_FROM_OUTSIDE",
+        "the scores are an input of this graph: they were computed outside of it, as before a graph break",
+    ),
+    "have both products in one graph (TORCH_LOGS=graph_breaks says what broke it)",
+)
+_WITHOUT_VALUES = (
+    Reason("NO_VALUES", "the probabilities meet no values in this graph"),
+    "multiply values by them in the same graph",
 )
 #: How far from a softmax its scores and its values are looked for, in nodes.
 _FAR = 64
@@ -69,7 +89,10 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
         return None
     inner, refused = _read(region, call, keys)
     after = _path(
-        [call.node], lambda node: node.users, lambda node: _is_product(region, node, call.node), _picks(effects)
+        [call.node],
+        lambda node: node.users,
+        lambda node: _is_product(region, node, call.node),
+        lambda node: effects.name(node) in {"", *_PICKS},
     )
     if inner is not None:
         if any(is_weight(factor.node) for factor in (inner.query, inner.key)):
@@ -79,15 +102,18 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
             return mixed_heads.refusal("probabilities")
         if after is not None:
             return _through(effects, "probabilities", after[1:])
-        is_picked = _path([call.node], lambda node: node.users, _is_pick(effects), lambda _node: False) is not None
-        return None if is_picked else _without_values()
-    before = _scores_behind(region, call.input, lambda node: node in covered or _normalised(effects, node))
+        is_picked = (
+            _path([call.node], lambda node: node.users, lambda node: effects.name(node) in _PICKS, lambda _: False)
+            is not None
+        )
+        return None if is_picked else _WITHOUT_VALUES
+    before = _scores_behind(region, call.input, lambda node: node in covered or effects.name(node) in _NORMALISED)
     if after is None:
-        return _place_by_place() if before is not None and _weighs_by_place(effects, call, before) else None
+        return _PLACE_BY_PLACE if before is not None and _weighs_by_place(effects, call, before) else None
     if before is None:
-        return _from_outside() if _holds(_is_from_outside, region, call, after[-1]) else None
+        return _FROM_OUTSIDE if _holds(_is_from_outside, region, call, after[-1]) else None
     if refused is None and is_distance(effects, before[-1]):
-        return _distances()
+        return _DISTANCES
     return refused or _large(region) or _through(effects, "scores", before)
 
 
@@ -132,12 +158,6 @@ def _large(region: Region) -> tuple[Reason, str] | None:
     return Reason("SCORES_LARGE", text), "compute what scales, masks or biases the scores as one tensor before"
 
 
-def _distances() -> tuple[Reason, str]:
-    reason = Reason("SCORES_ARE_DISTANCES", "the scores are distances between queries and keys, no products")
-    edit = "score by squared distances, as -torch.cdist(q, k) ** 2: of those, kernels take the products"
-    return reason, edit
-
-
 def _weighs_by_place(effects: Effects, call: Call, scores: list[fx.Node]) -> bool:
     """Whether scores are put together of one for each place, and each weighs a tensor of its own."""
     calls = [effects.calls[node] for node in scores]
@@ -154,19 +174,6 @@ def _pieces(effects: Effects, node: fx.Node) -> set[fx.Node]:
         if call is not None and call.name in ("getitem", "select", "narrow", "unbind", "chunk", "split", "unsqueeze"):
             found |= {user} | _pieces(effects, user)
     return found
-
-
-def _place_by_place() -> tuple[Reason, str]:
-    text = "the keys of a window are scored, and its values weighed, one by one"
-    edit = "gather them for each query, as key.unfold(2, window, 1) does: products with that are read as a band of all keys"
-    return Reason("WINDOW_BY_HAND", text), edit
-
-
-def _from_outside() -> tuple[Reason, str]:
-    text = "the scores are an input of this graph: they were computed outside of it, as before a graph break"
-    return Reason(
-        "SCORES_FROM_OUTSIDE", text
-    ), "have both products in one graph (TORCH_LOGS=graph_breaks says what broke it)"
 
 
 def _is_from_outside(region: Region, call: Call, product: fx.Node) -> bool:
@@ -187,29 +194,19 @@ def _is_from_outside(region: Region, call: Call, product: fx.Node) -> bool:
 
 def _made_of(effects: Effects, node: fx.Node) -> set[fx.Node]:
     """What a value is computed from, behind pointwise and layout operations that read floating-point values."""
-    found, queue, seen = set(), [node], {node}
-    while queue and len(seen) < _FAR:
-        current = queue.pop()
-        call, tensor = effects.calls.get(current), tensor_of(current)
-        if tensor is None or not tensor.is_floating_point():
-            continue
-        if call is None or not (is_pointwise(call) or layout.rearranges(call)):
-            found.add(current)
-            continue
-        queue.extend(each for each in current.all_input_nodes if each not in seen)
-        seen.update(current.all_input_nodes)
-    return found
+
+    def above(each: fx.Node) -> list[fx.Node]:
+        call = effects.calls.get(each)
+        is_passed = call is not None and (is_pointwise(call) or layout.rearranges(call))
+        return each.all_input_nodes if is_passed and is_floating(each) else []
+
+    return {each for each in reached([node], above, _FAR) if is_floating(each) and not above(each)}
 
 
 def _is_whole(node: fx.Node, scores: fx.Node) -> bool:
     """Whether a tensor has an element for every score."""
     given, wanted = (tensor_of(each) for each in (node, scores))
     return given is not None and wanted is not None and shape_of(given) == shape_of(wanted)
-
-
-def _without_values() -> tuple[Reason, str]:
-    reason = Reason("NO_VALUES", "the probabilities meet no values in this graph")
-    return reason, "multiply values by them in the same graph"
 
 
 def _through(effects: Effects, what: str, path: list[fx.Node]) -> tuple[Reason, str]:
@@ -288,20 +285,3 @@ def _is_pooled(region: Region, node: fx.Node) -> bool:
     call = region.effects.calls.get(node)
     dims = None if call is None or call.name != "mean" else call.get("dim")
     return call is not None and ("avg_pool" in call.name or (isinstance(dims, (tuple, list)) and len(dims) > 1))
-
-
-def _normalised(effects: Effects, node: fx.Node) -> bool:
-    call = effects.calls.get(node)
-    return call is not None and call.name in _NORMALISED
-
-
-def _picks(effects: Effects) -> Callable[[fx.Node], bool]:
-    return lambda node: effects.calls.get(node) is None or _is_pick(effects)(node)
-
-
-def _is_pick(effects: Effects) -> Callable[[fx.Node], bool]:
-    def is_pick(node: fx.Node) -> bool:
-        call = effects.calls.get(node)
-        return call is not None and call.name in _PICKS
-
-    return is_pick

@@ -206,7 +206,7 @@ def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: 
             "divide by the sum alone; subtract the maximum for stability",
         )
     summand = _summand(region, total, dims, keys)
-    gain = _ratio(expression, total, summand, _reduces(region, total) == "logsumexp")
+    gain = _ratio(expression, total, summand, region.effects.name(region.leaves[total].node) == "logsumexp")
     if region_axes(region, gain) & set(atoms(keys)) or gain.has(sympy.exp):
         raise RefusedError(
             "DENOMINATOR_OF_ANOTHER_SUM",
@@ -214,7 +214,7 @@ def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: 
             "normalise by the sum over the same, equally masked, exponentials",
         )
     scores, keep = _logarithm(summand)
-    is_logarithm = _reduces(region, total) == "logsumexp"
+    is_logarithm = region.effects.name(region.leaves[total].node) == "logsumexp"
     return Probabilities(scores, dims, gain, keep, is_exponential=not is_logarithm, rounds_masked_rows=is_logarithm)
 
 
@@ -250,14 +250,9 @@ def _sums(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> lis
         symbol
         for symbol in expression.free_symbols
         if symbol in region.leaves
-        and _reduces(region, symbol) in ("sum", "logsumexp")
+        and region.effects.name(region.leaves[symbol].node) in ("sum", "logsumexp")
         and not own & region.leaves[symbol].axes
     ]
-
-
-def _reduces(region: Region, symbol: sympy.Symbol) -> str | None:
-    call = region.effects.calls.get(region.leaves[symbol].node)
-    return call.name if call is not None else None
 
 
 def _summand(region: Region, total: sympy.Symbol, dims: Dims, keys: tuple[Axis, ...]) -> sympy.Expr:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import sympy
@@ -12,9 +13,9 @@ from lz_compile.passes.attention import probabilities, scores
 from lz_compile.passes.attention.gathered import matched
 from lz_compile.passes.attention.mixed_heads import mixed_scores
 from lz_compile.passes.attention.near_misses import has_scores
+from lz_compile.passes.attention.operand import is_weight
 from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.attention.roles import assign_roles
-from lz_compile.passes.attention.weights import is_weight
 from lz_compile.passes.attention.windows import WindowEmitter, windowed
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
@@ -24,6 +25,7 @@ from lz_compile.passes.formula.expressions import INFINITY, tidy
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
+from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.meaning import Meanings
 from lz_compile.passes.rewriting.core import Core, find_core
@@ -186,15 +188,14 @@ def _is_layer(found: scores.Scores) -> bool:
 
 def _quotients(effects: Effects, product: fx.Node) -> list[fx.Node]:
     """Divisions (or products with a reciprocal) of ``product``, behind layout changes and casts."""
-    found, queue = [], [product]
-    while queue:
-        for user in queue.pop().users:
-            call = effects.calls[user]
-            if call is not None and call.name in ("div", "mul"):
-                found.append(user)
-            elif call is not None and (layout.rearranges(call) or call.name in ("to", "type_as", "float")):
-                queue.append(user)
-    return found
+
+    def calls(node: fx.Node) -> Iterator[Call]:
+        return (call for call in map(effects.calls.__getitem__, node.users) if call is not None)
+
+    def moved(node: fx.Node) -> Iterator[fx.Node]:
+        return (x.node for x in calls(node) if layout.rearranges(x) or x.name in ("to", "type_as", "float"))
+
+    return [x.node for node in reached([product], moved) for x in calls(node) if x.name in ("div", "mul")]
 
 
 def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:

@@ -24,6 +24,7 @@ from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of, where_of
+from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.masks.meaning import Meanings
 from lz_compile.passes.rewriting.driver import Driver, Outcome, refusal_of
 from lz_compile.passes.rewriting.match import Match
@@ -36,7 +37,7 @@ _LAST = contraction.PRODUCTS | {"sum", "scaled_dot_product_attention"}
 def recognise(graph: fx.Graph, effects: Effects, masks: Meanings) -> Iterator[Outcome]:
     """Every attention in ``graph``, and every softmax over a contraction that is none, with the reason."""
     missed: list[Missed] = []
-    driver, twins = Driver(OP), Twins(effects)
+    driver, twins = Driver(OP), Twins(effects, masks.hold_the_same)
 
     def once(node: fx.Node) -> Match | NearMiss | None:
         return twins.read((node,), lambda: _read_unless_reshaped(effects, node, masks))
@@ -130,16 +131,8 @@ def _behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
 
 def _softmaxes_behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
     """Softmaxes that a refused contraction has been blamed for already."""
-    found: set[fx.Node] = set()
-    queue = list(node.all_input_nodes)
-    for _ in range(64):
-        if not queue:
-            break
-        current = queue.pop(0)
-        call = effects.calls.get(current)
-        if call is None or call.name in contraction.PRODUCTS:
-            continue
-        if call.name in SOFTMAX:
-            found.add(current)
-        queue.extend(current.all_input_nodes)
-    return found
+
+    def above(each: fx.Node) -> list[fx.Node]:
+        return [] if effects.name(each) in contraction.PRODUCTS else each.all_input_nodes
+
+    return {each for each in reached(node.all_input_nodes, above, 64) if effects.name(each) in SOFTMAX}

@@ -51,7 +51,7 @@ def assign_roles(
         raise RefusedError("SCALE_BY_SCORE", "the scale of the scores depends on query and key together", "use a bias")
     dtype = _kernel_dtype(inner, query, key, values, output)
     if query_gain != 1 or key_gain != 1:  # the operands are scaled instead of the scores: not in fewer digits
-        dtype = _score_dtype(inner, dtype)
+        dtype = torch.promote_types(dtype, known_tensor(inner.leaf.node).dtype)
     keep = sympy.factor(inner.keep * found.keep)
     masked_rows = _masked_rows(region, inner, found)
     # A number that is added to every score goes away in the softmax, except beside a sink, or fills that are compared.
@@ -72,7 +72,7 @@ def assign_roles(
         enable_gqa=bool(roles.group),
         selects_masked=bool(keep.free_symbols & region.selecting),
         zeroes_nan=found.zero_rows,
-        score_dtype=_score_dtype(inner, dtype),
+        score_dtype=torch.promote_types(dtype, known_tensor(inner.leaf.node).dtype),
     )
     output_gain = tidy(sympy.expand(gain * values.factor))
     floor = torch.finfo(torch.float32).min if inner.is_floored and bias != 0 else None
@@ -154,20 +154,11 @@ def _place_gain(
 
 def _kernel_dtype(inner: Scores, query: Operand, key: Operand, value: Operand, output: fx.Node) -> torch.dtype:
     """The narrowest dtype in which a kernel rounds nowhere more than the source does."""
-    weights = known_tensor(output).dtype
-    if value.entered != weights:  # autocast multiplied in another dtype than the operand has
-        entered = weights
-    else:
-        entered = value.entered
+    entered = known_tensor(output).dtype  # autocast may have multiplied in another one than the operand has
     if all(is_lossless(operand.dtype, entered) for operand in (query, key, value)):
         return entered
     scores = known_tensor(inner.leaf.node).dtype
     return torch.promote_types(entered, scores)
-
-
-def _score_dtype(inner: Scores, dtype: torch.dtype) -> torch.dtype:
-    scores = known_tensor(inner.leaf.node).dtype
-    return torch.promote_types(dtype, scores)
 
 
 def _masked_rows(region: Region, inner: Scores, found: Probabilities) -> MaskedRows:

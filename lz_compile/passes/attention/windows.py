@@ -22,7 +22,6 @@ from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
 from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.masks.meaning import Meanings, Window
-from lz_compile.passes.masks.windows import SELECTING
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Input, Match
@@ -127,7 +126,7 @@ def windowed(emitter: AttentionEmitter, masks: Meanings) -> WindowEmitter | None
     """The same attention over the tensors that its keys and values are windows of; None where they are none."""
     attrs, (key, value) = emitter.attrs, (emitter.key, emitter.value)
     is_special = emitter.key_gain != 1 or attrs.masked_rows == "fill" or emitter.floor is not None
-    if emitter.roles.queries or is_special or not all(_selects(emitter, each) for each in (key, value)):
+    if emitter.roles.queries or is_special:
         return None
     places = atoms(emitter.roles.keys)
     for query in (*emitter.roles.batch, *emitter.roles.kv_heads):
@@ -136,11 +135,6 @@ def windowed(emitter: AttentionEmitter, masks: Meanings) -> WindowEmitter | None
             if found[0] is not None and found[1] is not None:
                 return _joined(emitter, masks, query, found[0], found[1])
     return None
-
-
-def _selects(emitter: AttentionEmitter, operand: Operand) -> bool:
-    call = emitter.region.effects.calls.get(operand.node)
-    return call is not None and call.name in SELECTING
 
 
 def _joined(

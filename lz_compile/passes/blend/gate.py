@@ -11,13 +11,14 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.blend.ranks import Rank, Ranks
 from lz_compile.passes.formula import moves
-from lz_compile.passes.formula.activations import AT_LEAST, AT_MOST, BENDS, Rule, is_read
+from lz_compile.passes.formula.activations import AT_LEAST, AT_MOST, BENDS, is_read
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, fresh, resolve
 from lz_compile.passes.formula.calls import constant_value, is_cast
 from lz_compile.passes.formula.expressions import tidy
 from lz_compile.passes.formula.indices import Indices
 from lz_compile.passes.formula.pieces import Piece
+from lz_compile.passes.formula.pointwise import Rule
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
@@ -286,7 +287,7 @@ def _sigmoid(expression: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
         else:
             return None
     above, below = sympy.fraction(sympy.together(_as_fractions(plain.xreplace(values))))
-    (p0, p1), (q0, q1) = ([_coefficient(each, power) for power in (0, 1)] for each in (above, below))
+    (p0, p1), (q0, q1) = ([sympy.expand(each).coeff(_EXP, power) for power in (0, 1)] for each in (above, below))
     if any(each.has(_EXP) for each in (p0, p1, q0, q1)):
         return None
     if not is_zero(above - p0 - p1 * _EXP) or not is_zero(below - q0 - q1 * _EXP) or q0 == 0 or q1 == 0:
@@ -301,10 +302,6 @@ def _sigmoid(expression: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
     if not ratio.is_number or ratio <= 0 or factor.has(_MARGIN):
         return None
     return _as_floats(factor), argument - _as_floats(sympy.log(ratio))
-
-
-def _coefficient(polynomial: sympy.Expr, power: int) -> sympy.Expr:
-    return sympy.expand(polynomial).coeff(_EXP, power)
 
 
 def _as_fractions(expression: sympy.Expr) -> sympy.Expr:

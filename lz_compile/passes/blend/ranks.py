@@ -19,6 +19,7 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.axes import Dims, fresh
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of
+from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.proof.verdict_keys import described
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, sizes_for
 from lz_compile.passes.sampling.stores import is_ordering, ordered_dim
@@ -113,21 +114,13 @@ class Ranks:
             return []
         if not tensor.is_floating_point() or node not in self._near:
             return []
-        wanted = [size for size in shape_of(tensor) if size != 1]
-        seen, queue, found = {node}, [node], dict[tuple[fx.Node, int], None]()
-        while queue and len(seen) < _REACH:
-            above = self.effects.calls.get(queue.pop(0))
-            if above is None:
+        wanted, found = [size for size in shape_of(tensor) if size != 1], dict[tuple[fx.Node, int], None]()
+        for above in map(self.effects.calls.get, reached([node], most=_REACH)):
+            dim = None if above is None else ordered_dim(above)
+            if above is None or dim is None:
                 continue
-            dim = ordered_dim(above)
-            if dim is not None:
-                sizes = _shape(above.input)
-                if [size for place, size in enumerate(sizes) if size != 1 and place != dim] == wanted:
-                    found[above.input, dim] = None
-            for each in above.node.all_input_nodes:
-                if each not in seen:
-                    seen.add(each)
-                    queue.append(each)
+            if [size for place, size in enumerate(_shape(above.input)) if size != 1 and place != dim] == wanted:
+                found[above.input, dim] = None
         return list(found)
 
     def _probed(self, node: fx.Node, source: fx.Node, dim: int) -> Rank | None:

@@ -12,11 +12,10 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.lowering.ops.blend import BlendAttrs, Mode
 from lz_compile.passes.blend.bounds import BoundReader
-from lz_compile.passes.blend.conditions import CASTS, is_count
-from lz_compile.passes.blend.emitter import BlendEmitter, MarginEmitter, Weights, group
+from lz_compile.passes.blend.emitter import BlendEmitter, MarginEmitter, Weights, group, reached, shared_inputs
 from lz_compile.passes.blend.form import Form, Forms
 from lz_compile.passes.blend.gate import Gate, is_margin, is_zero, logits_of, margin_in
-from lz_compile.passes.blend.replay import reached, shared_inputs
+from lz_compile.passes.blend.terms import CASTS, is_count
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh, resolve
 from lz_compile.passes.formula.expressions import reduce_indicators
@@ -24,7 +23,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
-from lz_compile.passes.proof.subgraph import needed
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.rewriting.core import Core, find_core, is_dead
 
 #: The emitter, its core, and everything that was read with its axes.

@@ -23,6 +23,7 @@ from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.rewriting.driver import Driver, Outcome
 from lz_compile.passes.rewriting.match import Match
 
@@ -99,18 +100,15 @@ class _Reader:
 
 def _alike(effects: Effects, anchor: fx.Node, neighbours: Callable[[fx.Node], list[fx.Node]]) -> Iterator[fx.Node]:
     """Calls like this one, of the same source line and shape, that are reached through pointwise operations."""
-    name, where = effects.calls[anchor].name, where_of(anchor)  # type: ignore[union-attr]  # an anchor is a call
-    seen, queue = {anchor}, neighbours(anchor)
-    while queue and len(seen) < _REACH:
-        node = queue.pop(0)
-        call = effects.calls.get(node)
-        passes = call is not None and (is_pointwise(call) or is_cast(call) or layout.is_view(call))
-        if node in seen or call is None or not passes:
-            continue
-        if call.name == name and where_of(node) == where and _shape(node) == _shape(anchor):
-            yield node
-        seen.add(node)
-        queue += neighbours(node)
+
+    def near(node: fx.Node) -> Iterator[fx.Node]:
+        calls = (call for call in map(effects.calls.get, neighbours(node)) if call is not None)
+        return (x.node for x in calls if is_pointwise(x) or is_cast(x) or layout.is_view(x))
+
+    def like(node: fx.Node) -> tuple[object, ...]:
+        return effects.calls[node].name, where_of(node), _shape(node)  # type: ignore[union-attr]  # these are calls
+
+    return (node for node in reached([anchor], near, _REACH) if node is not anchor and like(node) == like(anchor))
 
 
 def _shape(node: fx.Node) -> tuple[Size, ...] | None:

@@ -5,7 +5,7 @@ Axes are not looked at: a tensor and its transpose are the same factor here. Wha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -13,7 +13,6 @@ import torch
 from torch import fx
 
 from lz_compile.passes.blend.bounds import BOUNDING, Affine, Bound, Interval, Limits, Twin, limits_of, product, reach_of
-from lz_compile.passes.blend.conditions import CASTS, chooses_numbers, integers_of, is_condition, is_count, is_integer
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.activations import is_read
 from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC, Arithmetic
@@ -21,8 +20,8 @@ from lz_compile.passes.formula.calls import constant_value, is_cast
 from lz_compile.passes.formula.expressions import specialised
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.provenance import EMITTED
-from lz_compile.passes.graph.view import Call, tensor_of, value_of
+from lz_compile.passes.graph.view import EMITTED, Call, is_boolean, tensor_of, value_of
+from lz_compile.passes.graph.walks import reached
 
 #: The factors of a product, in the order of their names, as often as they occur.
 Factors: TypeAlias = tuple[fx.Node, ...]
@@ -97,18 +96,14 @@ class Sums:
 
     def behind(self, anchor: fx.Node) -> list[fx.Node]:
         """The values that an anchor is a sum of products of, or that these are, the nearest first; not too many."""
-        found, queue = {anchor: True}, [anchor]
-        while queue and len(found) < _MOST_NODES:
-            node = queue.pop(0)
+
+        def operands(node: fx.Node) -> Iterator[fx.Node]:
             call = self.effects.calls[node]
-            if call is None or not self.is_sum(call):
-                continue
-            for operand in node.all_input_nodes:
-                inner = self.effects.current(operand, node)
-                if inner not in found and value_of(inner) is not None:
-                    found[inner] = True
-                    queue.append(inner)
-        return list(found)[1:]
+            given = node.all_input_nodes if call is not None and self.is_sum(call) else []
+            inner = (self.effects.current(each, node) for each in given)
+            return (each for each in inner if value_of(each) is not None)
+
+        return [*reached([anchor], operands, _MOST_NODES)][1:]
 
     def has_product(self, anchor: fx.Node, nodes: Iterable[fx.Node]) -> bool:
         """Whether anything is multiplied or divided on the way, or scaled as it is added."""
@@ -128,7 +123,7 @@ class Sums:
         if call.name == "where":
             return chooses_numbers(call)
         if tensor.dtype == torch.bool:
-            return call.name in _LOGIC or (is_cast(call) and is_condition(call.input))
+            return call.name in _LOGIC or (is_cast(call) and is_boolean(call.input))
         if is_integer(tensor):
             return call.name in _COUNTED or is_count(call)
         if call.name in BOUNDING:
@@ -319,7 +314,7 @@ def _div(sums: _Expansion, call: Call) -> Terms | None:
 
 
 def _not(sums: _Expansion, call: Call) -> Terms | None:
-    return _computed(LOGIC["not"])(sums, call) if is_condition(call.input) else None
+    return _computed(LOGIC["not"])(sums, call) if is_boolean(call.input) else None
 
 
 def _compared(is_equal: bool) -> Rule:
@@ -352,3 +347,32 @@ RULES: Mapping[str, Rule] = {
     **dict.fromkeys(BOUNDING, lambda sums, call: sums.held(call)),
 }
 _ARITHMETIC = RULES.keys() - {*_LOGIC, *BOUNDING, "where"}
+
+
+# ---- conditions as numbers -------------------------------------------------------------------------------------------
+
+
+#: Calls that may give integers of what are none.
+CASTS = frozenset({"to", "type", "type_as", "long", "int", "short", "char", "byte", "_to_copy", "convert_element_type"})
+
+
+def is_integer(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds integers."""
+    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
+
+
+def integers_of(nodes: Iterable[fx.Node]) -> frozenset[torch.dtype]:
+    """The dtypes of those that hold integers."""
+    tensors = [tensor_of(node) for node in nodes]
+    return frozenset(tensor.dtype for tensor in tensors if tensor is not None and is_integer(tensor))
+
+
+def is_count(call: Call) -> bool:
+    """Whether a condition becomes the integer zero or one."""
+    result = tensor_of(call.node)
+    return call.name in CASTS and is_boolean(call.input) and result is not None and is_integer(result)
+
+
+def chooses_numbers(call: Call) -> bool:
+    """Whether it is a condition that is given two numbers; of tensors, what is not chosen may be no number."""
+    return all(isinstance(call.get(name), (int, float)) for name in ("input", "other"))

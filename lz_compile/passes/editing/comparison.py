@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeAlias
@@ -14,9 +14,10 @@ from torch.utils import _pytree as pytree
 
 from lz_compile.passes.editing.shared_memory import may_be_view, shared_otherwise, written
 from lz_compile.passes.editing.stretch import Stretch
-from lz_compile.passes.formula.strides import order_of, strides_matter, that_count
+from lz_compile.passes.formula.strides import STRIDED, order_of, strides_matter, that_count
 from lz_compile.passes.graph.subclasses import is_subclass
 from lz_compile.passes.graph.view import memories_of, read, tensors_in, value_of
+from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.proof.trial_run import Ran
 
 #: Rounding of that many operations in a row is no difference, of the largest value of a tensor.
@@ -130,24 +131,18 @@ def _kind(value: torch.Tensor) -> dict[str, Any]:
     }
 
 
-#: Calls to which strides matter exactly; to pointwise ones, only their order does.
-_STRIDED = frozenset({"view", "view_as", "as_strided", "stride", "data_ptr", "is_contiguous", "storage_offset"})
-
-
 def _strides_seen_of(node: fx.Node) -> Callable[[torch.Tensor], Sequence[int]]:
     """What can be seen behind of the strides of a value: all, their order, or nothing."""
-    queue, seen = list(node.users), set()
-    while queue:
-        user = queue.pop()
+
+    def readers(user: fx.Node) -> Iterable[fx.Node]:
         call = read(user)
-        if call is None or call.is_inplace or call.name in _STRIDED:
-            return torch.Tensor.stride
-        if user not in seen and (may_be_view(call, user.all_input_nodes) or isinstance(value_of(user), tuple)):
-            queue.extend(user.users)
-        seen.add(user)
-    if strides_matter(node):
-        return order_of
-    return lambda _: ()
+        shows = call is not None and (may_be_view(call, user.all_input_nodes) or isinstance(value_of(user), tuple))
+        return user.users if shows else ()
+
+    calls = map(read, reached(node.users, readers))
+    if any(call is None or call.is_inplace or call.name in STRIDED for call in calls):
+        return torch.Tensor.stride
+    return order_of if strides_matter(node) else lambda _: ()
 
 
 def _apart(

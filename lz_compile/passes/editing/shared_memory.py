@@ -47,7 +47,7 @@ def shared_otherwise(stretch: Stretch, original: Ran, edited: Ran) -> Iterator[s
         if was != now and own:
             raise WrittenBehind(_behind_last_touch(stretch, own))
         if leaving.issuperset(pair):  # what lies in one storage also counts its writes together, for autograd
-            was, now = (_are_in_one_storage(side[first], side[second]) for side in sides)
+            was, now = ((0, 1) in _in_one_storage((side[first], side[second]), 1) for side in sides)
         if was != now:
             verb = "shares memory" if now else "shares no memory"
             yield f"{nodes[first].name} {verb} with {nodes[second].name}"
@@ -69,10 +69,6 @@ def _in_one_storage(values: Sequence[Any], results: int) -> set[tuple[int, int]]
         if first < results
         for second in places[index + 1 :]
     }
-
-
-def _are_in_one_storage(one: Any, other: Any) -> bool:
-    return (0, 1) in _in_one_storage((one, other), 1)
 
 
 def _have_common_memory(one: Any, other: Any) -> bool:

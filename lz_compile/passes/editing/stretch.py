@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import fx
 
@@ -89,14 +88,10 @@ def _equal_behind(before: Sequence[Was], after: Sequence[Was], most: int) -> int
         one, other = before[-count - 1], after[-count - 1]
         if one.node is not other.node or one.op != other.op or one.target != other.target:
             break
-        if not same(*(_without_nodes((each.args, each.kwargs)) for each in (one, other))):
+        if not same(*(fx.map_arg((each.args, each.kwargs), lambda _: None) for each in (one, other))):
             break
         count += 1
     return count
-
-
-def _without_nodes(arguments: Any) -> Any:
-    return fx.map_arg(arguments, lambda _: None)
 
 
 def operands_of(was: Was) -> list[fx.Node]:

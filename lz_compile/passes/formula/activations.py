@@ -22,7 +22,7 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims
 from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.expressions import number
-from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.formula.pointwise import Rule, applied, is_pointwise
 from lz_compile.passes.graph.view import Call, tensor_of
 
 #: Stay unevaluated in expressions: ``max(x, c)``, ``min(x, c)``, ``1 if x > y else 0`` and ``a if c else b``.
@@ -115,8 +115,6 @@ def name_of_values(values: Any, limits: Iterable[float] = ()) -> tuple[str, floa
 
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
-Rule = Callable[[Region, Call, Dims], "sympy.Expr | None"]
-
 
 def _sigmoid(x: sympy.Expr) -> sympy.Expr:
     return 1 / (1 + sympy.exp(-x))
@@ -132,10 +130,6 @@ def _softplus(x: sympy.Expr) -> sympy.Expr:
 
 def _ndtr(x: sympy.Expr) -> sympy.Expr:
     return (1 + sympy.erf(x / math.sqrt(2.0))) / 2
-
-
-def _of_one(function: Callable[[sympy.Expr], sympy.Expr]) -> Rule:
-    return lambda region, call, dims: function(region.operand(call, "input", dims))
 
 
 def _gelu(region: Region, call: Call, dims: Dims) -> sympy.Expr:
@@ -159,11 +153,6 @@ def _elu(region: Region, call: Call, dims: Dims) -> sympy.Expr:
 def _leaky_relu(region: Region, call: Call, dims: Dims) -> sympy.Expr:
     x = region.operand(call, "input", dims)
     return _relu(x) + number(call.get("negative_slope", 0.01)) * AT_MOST(x, sympy.S.Zero)
-
-
-def _threshold(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-    x, floor, otherwise = (region.operand(call, name, dims) for name in ("input", "threshold", "value"))
-    return CHOICE(ABOVE(x, floor), x, otherwise)
 
 
 def _bounded(low: str, high: str, defaults: tuple[float | None, float | None]) -> Rule:
@@ -193,57 +182,43 @@ def _extremum(function: Any, name: str) -> Rule:
     return rule
 
 
-def _comparison(is_swapped: bool) -> Rule:
-    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-        first, second = (region.operand(call, name, dims) for name in ("input", "other"))
-        return ABOVE(second, first) if is_swapped else ABOVE(first, second)
-
-    return rule
-
-
 def _where(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     if call.get("input") is None or call.get("other") is None:
         return None
     return CHOICE(*(region.operand(call, name, dims) for name in ("condition", "input", "other")))
 
 
-def _masked_fill(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-    return CHOICE(*(region.operand(call, name, dims) for name in ("mask", "value", "input")))
-
-
 #: How calls are read here, beside those that every region reads. What bends is an activation or part of one.
 BENDS: Mapping[str, Rule] = {
-    "sigmoid": _of_one(_sigmoid),
-    "logsigmoid": _of_one(lambda x: -_softplus(-x)),
-    "silu": _of_one(lambda x: x * _sigmoid(x)),
+    "sigmoid": applied(_sigmoid),
+    "logsigmoid": applied(lambda x: -_softplus(-x)),
+    "silu": applied(lambda x: x * _sigmoid(x)),
     "gelu": _gelu,
-    "mish": _of_one(lambda x: x * sympy.tanh(_softplus(x))),
-    "hardswish": _of_one(lambda x: x * AT_MOST(_relu(x + 3), sympy.Integer(6)) / 6),
-    "hardsigmoid": _of_one(lambda x: AT_MOST(_relu(x + 3), sympy.Integer(6)) / 6),
-    "relu": _of_one(_relu),
-    "relu6": _of_one(lambda x: AT_MOST(_relu(x), sympy.Integer(6))),
+    "mish": applied(lambda x: x * sympy.tanh(_softplus(x))),
+    "hardswish": applied(lambda x: x * AT_MOST(_relu(x + 3), sympy.Integer(6)) / 6),
+    "hardsigmoid": applied(lambda x: AT_MOST(_relu(x + 3), sympy.Integer(6)) / 6),
+    "relu": applied(_relu),
+    "relu6": applied(lambda x: AT_MOST(_relu(x), sympy.Integer(6))),
     "softplus": _softplus_call,
     "elu": _elu,
     "leaky_relu": _leaky_relu,
-    "threshold": _threshold,
-    "erf": _of_one(sympy.erf),
-    "erfc": _of_one(lambda x: 1 - sympy.erf(x)),
-    "ndtr": _of_one(_ndtr),
-    "expm1": _of_one(lambda x: sympy.exp(x) - 1),
-    "log1p": _of_one(lambda x: sympy.log(1 + x)),
-    "abs": _of_one(sympy.Abs),
-    "clamp": _bounded("min", "max", (None, None)),
-    "clamp_min": _bounded("min", "max", (None, None)),
-    "clamp_max": _bounded("min", "max", (None, None)),
+    "threshold": applied(lambda x, floor, other: CHOICE(ABOVE(x, floor), x, other), "input", "threshold", "value"),
+    "erf": applied(sympy.erf),
+    "erfc": applied(lambda x: 1 - sympy.erf(x)),
+    "ndtr": applied(_ndtr),
+    "expm1": applied(lambda x: sympy.exp(x) - 1),
+    "log1p": applied(lambda x: sympy.log(1 + x)),
+    "abs": applied(sympy.Abs),
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _bounded("min", "max", (None, None))),
     "hardtanh": _bounded("min_val", "max_val", (-1.0, 1.0)),
     "maximum": _extremum(AT_LEAST, "other"),
     "minimum": _extremum(AT_MOST, "other"),
     "max": _extremum(AT_LEAST, "dim"),
     "min": _extremum(AT_MOST, "dim"),
     "where": _where,
-    "masked_fill": _masked_fill,
-    **dict.fromkeys(("gt", "ge"), _comparison(is_swapped=False)),
-    **dict.fromkeys(("lt", "le"), _comparison(is_swapped=True)),
+    "masked_fill": applied(CHOICE, "mask", "value", "input"),
+    **dict.fromkeys(("gt", "ge"), applied(ABOVE, "input", "other")),
+    **dict.fromkeys(("lt", "le"), applied(ABOVE, "other", "input")),
 }
 #: Those of every region that bend as well.
 _OWN_BENDS = frozenset({"tanh", "exp", "exp2"})

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import Shape, Size, product, shape_of
+from lz_compile.ground.sizes import Shape, Size, as_size, product, shape_of
 from lz_compile.passes.formula.axes import Dims, LayoutError, atoms, broadcast_from, regroup, take
 from lz_compile.passes.graph.view import Call, memories_of, read, tensor_of, value_of
+from lz_compile.passes.graph.walks import reached
 
 Reader = Callable[[Call, Shape, Dims], Dims]
 
@@ -35,14 +36,6 @@ def _transpose(call: Call, shape: Shape, dims: Dims) -> Dims:
     return tuple(swapped)
 
 
-def _matrix_transpose(_call: Call, _shape: Shape, dims: Dims) -> Dims:
-    return (*dims[:-2], dims[-1], dims[-2]) if len(dims) > 1 else dims
-
-
-def _reverse(_call: Call, _shape: Shape, dims: Dims) -> Dims:
-    return dims[::-1]
-
-
 def _permute(call: Call, _shape: Shape, dims: Dims) -> Dims:
     order = call.get("dims") or call.positional()
     return _permuted(tuple(order), dims)
@@ -63,26 +56,14 @@ def _regroup(_call: Call, shape: Shape, dims: Dims) -> Dims:
     return regroup((axis for dim in dims for axis in dim), shape)
 
 
-def _expand(_call: Call, shape: Shape, dims: Dims) -> Dims:
-    return broadcast_from(dims, shape)
-
-
-def _same(_call: Call, _shape: Shape, dims: Dims) -> Dims:
-    return dims
-
-
 def _unsqueeze(call: Call, shape: Shape, dims: Dims) -> Dims:
     position = _wrap(call.get("dim"), len(shape) + 1)
     return dims[:position] + dims[position + 1 :]
 
 
-def _squeeze(_call: Call, shape: Shape, dims: Dims) -> Dims:
-    return _regroup(_call, shape, dims)
-
-
 def _repeat_interleave(call: Call, shape: Shape, dims: Dims) -> Dims:
     repeats, dim = call.get("repeats"), call.get("dim")
-    if shape_of_symbol(value_of(repeats)) is None or not isinstance(dim, int):
+    if not isinstance(value_of(repeats), (int, torch.SymInt)) or not isinstance(dim, int):
         raise LayoutError("repeat_interleave by a tensor or without a dim")
     position = _wrap(dim, len(shape))
     kept = take(list(atoms(dims[position])), shape[position])
@@ -126,43 +107,26 @@ def _getitem(call: Call, shape: Shape, dims: Dims) -> Dims:
 
 
 def _is_whole(item: slice, size: Any) -> bool:
-    stop = item.stop
-    if isinstance(stop, fx.Node):
-        value = stop.meta.get("example_value")
-        stop = shape_of_symbol(value)
+    known = value_of(item.stop)
+    stop = as_size(known) if isinstance(known, (int, torch.SymInt)) else None
     covers = stop is None or stop == size or (isinstance(stop, int) and isinstance(size, int) and stop >= size)
     return item.start in (None, 0) and item.step in (None, 1) and covers
-
-
-def shape_of_symbol(value: Any) -> Any:
-    """The extent that a symbolic integer stands for, None for anything else."""
-    if isinstance(value, torch.SymInt):
-        expr = value.node.expr
-        return int(expr) if expr.is_Integer else expr
-    return value if isinstance(value, int) else None
 
 
 #: Operations that give the same elements, in their order, another shape.
 REGROUPING = ("view", "reshape", "flatten", "unflatten", "ravel", "view_as", "reshape_as")
 _READERS: Mapping[str, Reader] = {
     "transpose": _transpose,
-    "t": _matrix_transpose,
-    "mT": _matrix_transpose,
-    "T": _reverse,
+    **dict.fromkeys(("t", "mT"), lambda _call, _shape, dims: (*dims[:-2], *dims[:-3:-1])),
+    "T": lambda _call, _shape, dims: dims[::-1],
     "permute": _permute,
     "movedim": _movedim,
-    **dict.fromkeys(REGROUPING, _regroup),
-    "expand": _expand,
-    "expand_as": _expand,
+    **dict.fromkeys((*REGROUPING, "squeeze"), _regroup),
+    **dict.fromkeys(("expand", "expand_as"), lambda _call, shape, dims: broadcast_from(dims, shape)),
     "unsqueeze": _unsqueeze,
-    "squeeze": _squeeze,
     "repeat_interleave": _repeat_interleave,
-    "repeat": _repeat,
-    "tile": _repeat,
-    "contiguous": _same,
-    "clone": _same,
-    "alias": _same,
-    "positive": _same,
+    **dict.fromkeys(("repeat", "tile"), _repeat),
+    **dict.fromkeys(("contiguous", "clone", "alias", "positive"), lambda _call, _shape, dims: dims),
     "getitem": _getitem,
 }
 
@@ -206,18 +170,12 @@ def _number(stride: Size) -> int:
 
 def is_returned(node: fx.Node) -> bool:
     """Whether a tensor, or one that may be a view of it, leaves the graph."""
-    stack, seen = [node], {node}
-    while stack:
-        shown = stack.pop()
-        for user in shown.users:
-            call = read(user)
-            if user.op == "output":
-                return True
-            is_view = not {*memories_of(shown)}.isdisjoint(memories_of(user))
-            if user not in seen and call is not None and (call.is_inplace or rearranges(call) or is_view):
-                seen.add(user)
-                stack.append(user)
-    return False
+
+    def names(shown: fx.Node) -> Iterator[fx.Node]:
+        memory, calls = {*memories_of(shown)}, (call for call in map(read, shown.users) if call is not None)
+        return (x.node for x in calls if x.is_inplace or rearranges(x) or not memory.isdisjoint(memories_of(x.node)))
+
+    return any(user.op == "output" for shown in reached([node], names) for user in shown.users)
 
 
 def rearranges(call: Call) -> bool:

@@ -21,6 +21,7 @@ from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of, regroup
 from lz_compile.passes.formula.edge import Edge, behind_casts
 from lz_compile.passes.formula.expressions import tidy
+from lz_compile.passes.formula.pointwise import applied
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
@@ -264,10 +265,7 @@ _REDUCTIONS: Mapping[str, Reduction] = {
     "sum": _sum,
     "var": _var,
     "std": _std,
-    "norm": _norm,
-    "vector_norm": _norm,
-    "linalg_vector_norm": _norm,
-    "linalg_norm": _norm,
+    **dict.fromkeys(("norm", "vector_norm", "linalg_vector_norm", "linalg_norm"), _norm),
 }
 #: Calls by which a reading may begin: statistics, and calls that normalise by themselves.
 STATISTICS = frozenset(_REDUCTIONS) | {"var_mean", "std_mean"}
@@ -335,13 +333,8 @@ def at_least(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     return AT_LEAST(region.operand(call, "input", dims), floor) if floor.is_number else None
 
 
-def absolute(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-    """``abs(x)``."""
-    return sympy.Abs(region.operand(call, "input", dims))
-
-
 #: Calls that are read here beside those of every region.
 FUNCTIONS: Mapping[str, Any] = {
     **dict.fromkeys(("clamp", "clamp_min", "maximum"), at_least),
-    "abs": absolute,
+    "abs": applied(sympy.Abs),
 }

@@ -14,7 +14,7 @@ import sympy
 from torch import fx
 
 from lz_compile.ground.sizes import Size
-from lz_compile.passes.formula import contraction, layout, moves, turning
+from lz_compile.passes.formula import contraction, edge, layout, moves, turning
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.formula.pieces import named_dim
@@ -23,34 +23,18 @@ from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.formula.polynomial import ZERO, Polynomial, Variable, number, variable
 from lz_compile.passes.formula.subscripts import SPLITS
 from lz_compile.passes.formula.turning import Known, may_turn, unknown
-from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import Call, tensor_of
 
 
 @dataclass
-class Edge:
+class Edge(edge.Edge):
     """Where reading stops: at the source, and at what is not computed from it, unless that only rearranges."""
-
-    effects: Effects
-    source: fx.Node
-    _depends: dict[fx.Node, bool] = field(default_factory=dict)
 
     def __contains__(self, node: object) -> bool:
         if not isinstance(node, fx.Node) or node is self.source:
             return True
         return not self.depends(node) and not _rearranges(self.effects.calls.get(node))
-
-    def depends(self, node: fx.Node) -> bool:
-        """Whether a value is computed from the source."""
-        if node is self.source:
-            return True
-        if self.effects.position[node] <= self.effects.position[self.source]:
-            return False
-        known = self._depends.get(node)
-        if known is None:
-            known = self._depends[node] = any(self.depends(operand) for operand in node.all_input_nodes)
-        return known
 
 
 def _rearranges(call: Call | None) -> bool:

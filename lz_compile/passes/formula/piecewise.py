@@ -7,12 +7,13 @@ holds every value.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import torch
 
@@ -46,6 +47,8 @@ from lz_compile.passes.graph.view import tensor_of
 
 #: A polynomial; infinities and NaN are floats.
 Number: TypeAlias = "Polynomial | float"
+
+T = TypeVar("T")
 
 #: Data are taken to be small enough to be multiplied by this.
 _LARGEST_FACTOR = 2**16
@@ -134,36 +137,33 @@ def indicator(predicate: Predicate) -> Piecewise:
 
 def combined(function: Callable[[Number, Number], Number | None], one: Piecewise, two: Piecewise) -> Piecewise | None:
     """A function of two numbers, case by case; None where it has no result or too many cases."""
-    cases: list[tuple[Predicate, Number]] = []
-    for first, a in one.cases:
-        for second, b in two.cases:
-            where = both(first, second)
-            if where == FALSE:
-                continue
-            result = function(a, b)
-            if result is None:
-                return None
-            cases.append((where, result))
-    return _gathered(cases, is_exact=one.is_exact and two.is_exact)
+    cases: list[tuple[Predicate, Number]] | None = _of_cases(function, one, two)
+    return None if cases is None else _gathered(cases, is_exact=one.is_exact and two.is_exact)
+
+
+def _of_cases(
+    function: Callable[[Number, Number], T | None], one: Piecewise, two: Piecewise
+) -> list[tuple[Predicate, T]] | None:
+    """What a function gives in each case that can be; None where it has no result in one."""
+    found: list[tuple[Predicate, T]] = []
+    for (first, a), (second, b) in itertools.product(one.cases, two.cases):
+        where = both(first, second)
+        result = None if where == FALSE else function(a, b)
+        if result is not None:
+            found.append((where, result))
+        elif where != FALSE:
+            return None
+    return found
 
 
 def compared(
     function: Callable[[Number, Number], Predicate | None], one: Piecewise, two: Piecewise
 ) -> Predicate | None:
     """A comparison of two numbers, case by case; None where it cannot be told."""
-    if not (one.is_exact and two.is_exact):
-        return None
-    parts: list[Predicate] = []
-    for first, a in one.cases:
-        for second, b in two.cases:
-            where = both(first, second)
-            if where == FALSE:
-                continue
-            result = function(a, b)
-            if result is None:
-                return None
-            parts.append(both(where, result))
-    return either(*parts)
+    cases: list[tuple[Predicate, Predicate]] | None = None
+    if one.is_exact and two.is_exact:
+        cases = _of_cases(function, one, two)
+    return None if cases is None else either(*(both(where, result) for where, result in cases))
 
 
 def _gathered(cases: list[tuple[Predicate, Number]], *, is_exact: bool) -> Piecewise | None:

@@ -7,14 +7,13 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 import sympy
-import torch
 from torch import fx
 
 from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC
 from lz_compile.passes.formula.axes import Dims
 from lz_compile.passes.formula.calls import CASTS, constant_value
 from lz_compile.passes.formula.expressions import DROPOUT, FLOORED, NAN_TO_NUM, is_indicator, plain_number, specialised
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, is_boolean, is_floating
 
 if TYPE_CHECKING:
     from lz_compile.passes.formula.algebra import Region
@@ -27,20 +26,16 @@ _BOTTOM = -1e30
 Rule: TypeAlias = "Callable[[Region, Call, Dims], sympy.Expr | None]"
 
 
-def _unary(function: Callable[[sympy.Expr], sympy.Expr]) -> Rule:
-    return lambda region, call, dims: function(region.operand(call, "input", dims))
-
-
-def _binary(function: Callable[[sympy.Expr, sympy.Expr], sympy.Expr], *names: str) -> Rule:
-    first, second = names or ("input", "other")
-    return lambda region, call, dims: function(region.operand(call, first, dims), region.operand(call, second, dims))
+def applied(function: Callable[..., sympy.Expr], *names: str) -> Rule:
+    """A function of the operands of these names; of the input where there are none."""
+    return lambda region, call, dims: function(*(region.operand(call, name, dims) for name in names or ("input",)))
 
 
 def _computed(name: str) -> Rule:
     rule, logic = ARITHMETIC.get(name) or LOGIC[name], LOGIC.get(name)
 
     def compute(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-        own = rule if logic is None or not _is_boolean(call) else logic
+        own = rule if logic is None or not is_boolean(call.node) else logic
         operands = [region.operand(call, each, dims) for each in own.operands]
         if own is logic and not all(is_indicator(each) for each in operands):
             return None
@@ -52,7 +47,7 @@ def _computed(name: str) -> Rule:
 def _bitwise(name: str) -> Rule:
     """Boolean algebra over indicators; anything else (integers) has no reading."""
     compute = _computed(name)
-    return lambda region, call, dims: compute(region, call, dims) if _is_boolean(call) else None
+    return lambda region, call, dims: compute(region, call, dims) if is_boolean(call.node) else None
 
 
 def _mul(region: Region, call: Call, dims: Dims) -> sympy.Expr:
@@ -62,7 +57,7 @@ def _mul(region: Region, call: Call, dims: Dims) -> sympy.Expr:
 
 
 def _div(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-    if call.get("rounding_mode") is not None or not _is_floating(call):
+    if call.get("rounding_mode") is not None or not is_floating(call.node):
         return None
     return region.operand(call, "input", dims) / region.operand(call, "other", dims)
 
@@ -129,28 +124,18 @@ def _compare(is_equal: bool) -> Rule:
     return rule
 
 
-def _is_floating(call: Call) -> bool:
-    tensor = tensor_of(call.node)
-    return tensor is not None and tensor.is_floating_point()
-
-
-def _is_boolean(call: Call) -> bool:
-    tensor = tensor_of(call.node)
-    return tensor is not None and tensor.dtype == torch.bool
-
-
 POINTWISE: Mapping[str, Rule] = {
     **{name: _computed(name) for name in ARITHMETIC},
     "mul": _mul,
     "div": _div,
-    "pow": _binary(lambda a, b: a**b, "input", "exponent"),
-    "sqrt": _unary(sympy.sqrt),
-    "rsqrt": _unary(lambda a: a ** sympy.Rational(-1, 2)),
-    "reciprocal": _unary(lambda a: 1 / a),
-    "exp": _unary(sympy.exp),
-    "exp2": _unary(lambda a: sympy.exp(a * math.log(2.0))),
-    "log": _unary(sympy.log),
-    "tanh": _unary(sympy.tanh),
+    "pow": applied(lambda a, b: a**b, "input", "exponent"),
+    "sqrt": applied(sympy.sqrt),
+    "rsqrt": applied(lambda a: a ** sympy.Rational(-1, 2)),
+    "reciprocal": applied(lambda a: 1 / a),
+    "exp": applied(sympy.exp),
+    "exp2": applied(lambda a: sympy.exp(a * math.log(2.0))),
+    "log": applied(sympy.log),
+    "tanh": applied(sympy.tanh),
     "where": _where,
     "masked_fill": _masked_fill,
     "nan_to_num": _nan_to_num,

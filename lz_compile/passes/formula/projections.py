@@ -7,6 +7,7 @@ itself: nothing is followed through residual streams.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -17,8 +18,8 @@ from lz_compile.passes.formula.activations import bends, is_read
 from lz_compile.passes.formula.axes import LayoutError, fresh
 from lz_compile.passes.formula.calls import is_cast, is_constant
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.provenance import EMITTED
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import EMITTED, Call, tensor_of
+from lz_compile.passes.graph.walks import reached
 
 #: Products that are projections; the last ones with weights of several experts, or over neighbours.
 PRODUCTS = contraction.PRODUCTS | {"grouped_mm", "_grouped_mm", "grouped_mm_fallback", "scaled_mm", "_scaled_mm"}
@@ -61,13 +62,11 @@ class Supports:
 
     def behind(self, node: fx.Node) -> set[fx.Node]:
         """Everything between a value and what it is a pointwise function of."""
-        found: set[fx.Node] = set()
-        queue = [node]
-        while queue:
-            inner = [each for each in queue.pop().all_input_nodes if each not in found and each not in self._stops]
-            found.update(inner)
-            queue.extend(inner)
-        return found
+
+        def inner(each: fx.Node) -> Iterator[fx.Node]:
+            return (operand for operand in each.all_input_nodes if operand not in self._stops)
+
+        return {*reached(inner(node), inner)}
 
     def _read(self, node: fx.Node, call: Call | None) -> Support:
         if call is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,30 +12,31 @@ from lz_compile.ground.sizes import Size, as_size, product
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.view import hint_of, read
+from lz_compile.passes.graph.walks import reached
 
+#: Calls to which strides matter exactly; to pointwise ones, only their order does.
+STRIDED = frozenset({"view", "view_as", "as_strided", "stride", "data_ptr", "is_contiguous", "storage_offset"})
 #: Readers to which the strides of what they read make no difference that anyone can see.
 _AGNOSTIC = contraction.PRODUCTS | {"contiguous", "layer_norm", "rms_norm", "sum", "mean"}
 
 
 def strides_matter(node: fx.Node) -> bool:
     """Whether strides of ``node`` matter to someone: a ``view`` that needs them, an output, or who knows what."""
-    queue, seen = list(node.users), set()
-    while queue:
-        user = queue.pop()
-        call = None if user in seen else read(user)
-        if user in seen or (call is not None and call.name in _AGNOSTIC):
-            continue
-        seen.add(user)
-        if call is None or call.is_inplace or call.name in ("view", "view_as"):
-            return True
-        if (
-            not layout.is_view(call)
-            and not is_pointwise(call)
-            and call.name not in ("chunk", "split", "unbind", "getitem")
-        ):
-            return True
-        queue.extend(user.users)
-    return False
+
+    def readers(user: fx.Node) -> Iterable[fx.Node]:
+        call = read(user)
+        return () if call is not None and call.name in _AGNOSTIC else user.users
+
+    return any(map(_are_seen_by, reached(node.users, readers)))
+
+
+def _are_seen_by(user: fx.Node) -> bool:
+    """Whether strides matter to a call itself, rather than to who reads its result."""
+    call = read(user)
+    if call is None or call.name in _AGNOSTIC:
+        return call is None
+    is_layout = layout.is_view(call) or call.name in ("chunk", "split", "unbind", "getitem")
+    return call.is_inplace or call.name in ("view", "view_as") or not (is_layout or is_pointwise(call))
 
 
 def order_of(tensor: torch.Tensor) -> tuple[Size, ...]:

@@ -184,15 +184,19 @@ def _abs(reader: Reader, call: Call, dims: Dims) -> Value | None:
 
 def _larger(one: Piecewise, two: Piecewise) -> Piecewise | None:
     """The larger of two numbers."""
-    is_second = compared(piecewise.at_most, one, two)
-    has_nan = any(isinstance(each, float) and math.isnan(each) for value in (one, two) for _, each in value.cases)
-    return None if is_second is None or has_nan else selection(is_second, two, one)
+    is_second = _at_most(one, two)
+    return None if is_second is None else selection(is_second, two, one)
 
 
 def _smaller(one: Piecewise, two: Piecewise) -> Piecewise | None:
-    is_first = compared(piecewise.at_most, one, two)
+    is_first = _at_most(one, two)
+    return None if is_first is None else selection(is_first, one, two)
+
+
+def _at_most(one: Piecewise, two: Piecewise) -> Predicate | None:
+    """Where one number is no larger than another one; None where one may be NaN."""
     has_nan = any(isinstance(each, float) and math.isnan(each) for value in (one, two) for _, each in value.cases)
-    return None if is_first is None or has_nan else selection(is_first, one, two)
+    return None if has_nan else compared(piecewise.at_most, one, two)
 
 
 def _extreme(choose: Callable[[Piecewise, Piecewise], Piecewise | None]) -> Rule:
@@ -339,18 +343,12 @@ RULES: Mapping[str, Rule] = {
     **{name: _computed(name) for name in ARITHMETIC},
     "mul": _mul,
     "div": _div,
-    "floordiv": _floor_divide,
-    "floor_divide": _floor_divide,
-    "remainder": _remainder,
-    "mod": _remainder,
+    **dict.fromkeys(("floordiv", "floor_divide"), _floor_divide),
+    **dict.fromkeys(("remainder", "mod"), _remainder),
     "abs": _abs,
-    "maximum": _extreme(_larger),
-    "minimum": _extreme(_smaller),
-    "max": _extreme(_larger),
-    "min": _extreme(_smaller),
-    "clamp": _clamp,
-    "clamp_min": _clamp,
-    "clamp_max": _clamp,
+    **dict.fromkeys(("maximum", "max"), _extreme(_larger)),
+    **dict.fromkeys(("minimum", "min"), _extreme(_smaller)),
+    **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _clamp),
     "le": _comparison(piecewise.at_most),
     "lt": _comparison(piecewise.below),
     "ge": _comparison(piecewise.at_most, is_swapped=True),
@@ -360,15 +358,10 @@ RULES: Mapping[str, Rule] = {
     "not": _logic(negation),
     "and": _logic(both),
     "or": _logic(either),
-    "xor": _logic(_exclusive),
-    "logical_xor": _logic(_exclusive),
-    "bitwise_xor": _logic(_exclusive),
+    **dict.fromkeys(("xor", "logical_xor", "bitwise_xor"), _logic(_exclusive)),
     "where": _where,
     "masked_fill": _masked_fill,
-    "isinf": _isinf,
-    "isneginf": _isinf,
-    "isposinf": _isinf,
-    "fill": _fill,
-    "zero": _fill,
+    **dict.fromkeys(("isinf", "isneginf", "isposinf"), _isinf),
+    **dict.fromkeys(("fill", "zero"), _fill),
     **dict.fromkeys(CASTS, _cast),
 }

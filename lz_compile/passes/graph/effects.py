@@ -32,7 +32,7 @@ _WRITERS = frozenset(
     {"setitem", "copy", "index_put", "index_copy", "index_add", "scatter", "index_fill", "requires_grad"}
 )
 #: In-place calls that change the shape or strides of a tensor. Dynamo knows only what it is after the last of them.
-_RESHAPERS = frozenset({"transpose", "t", "squeeze", "unsqueeze", "as_strided", "resize", "resize_as", "set"})
+RESHAPERS = frozenset("transpose t squeeze unsqueeze as_strided resize resize_as set".split())
 
 
 class MutatedError(Exception):
@@ -96,6 +96,11 @@ class Effects:
         self.reshapes = [m for m in self._mutations if _reshapes(self.calls[m.node])]
         self._ambient = ambient_of(graph.nodes)
         self._reached: dict[tuple[fx.Node, frozenset[str]], bool] = {}
+
+    def name(self, node: fx.Node) -> str:
+        """What a node calls, in one spelling; empty for what is no call."""
+        call = self.calls.get(node)
+        return "" if call is None else call.name
 
     @property
     def has_mutations(self) -> bool:
@@ -314,7 +319,7 @@ class Effects:
 
 
 def _reshapes(call: Call | None) -> bool:
-    return call is not None and call.is_inplace and call.name in _RESHAPERS
+    return call is not None and call.is_inplace and call.name in RESHAPERS
 
 
 def may_share(one: fx.Node, other: fx.Node) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 
 from lz_compile.passes.graph.view import tensor_of
 
@@ -89,3 +90,19 @@ def ambient_context(ambient: Ambient) -> list[Any]:
     if ambient.grad is not None:
         managers.append(_grad_mode(ambient.grad))
     return managers
+
+
+# ---- example values --------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def faking(mode: Any, ambient: Ambient | None = None) -> Iterator[None]:
+    """A fake mode, under the modes of ``ambient``, in which symbolic sizes stay symbols.
+
+    Functions in C++ that ask for sizes would make numbers of them.
+    """
+    with ExitStack() as stack:
+        for manager in () if ambient is None else ambient_context(ambient):
+            stack.enter_context(manager)
+        with mode, enable_python_dispatcher():
+            yield

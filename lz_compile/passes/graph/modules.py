@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 import re
+from collections.abc import Iterable
 from functools import lru_cache
+from typing import Any
 
 from torch import fx
 
-from lz_compile.lowering import inductor
 from lz_compile.passes.graph.view import read, where_of
 
 #: How Dynamo names what a module holds (``L['self']._modules['layers']``), and what it comes from.
@@ -41,16 +44,38 @@ def path_of(source: str) -> str:
     return ".".join(part for part in (name, *parts.split(".")) if part)
 
 
+def source_of(placeholder: fx.Node) -> str:
+    """What Dynamo calls what an input comes from (``L['self']._modules['norm']``); empty where it says none."""
+    return str(getattr(getattr(placeholder.meta.get("grapharg"), "source", None), "name", ""))
+
+
 def told(node: fx.Node) -> str:
     """What reasons call a node: an input or a weight by its path, a value by its name in the source and its line.
 
     Dynamo names a value after the variable that it is assigned to, else after its function, and counts.
     """
     if node.op == "placeholder":
-        return path_of(inductor.source_of(node)) or node.name
+        return path_of(source_of(node)) or node.name
     where, call = where_of(node), read(node)
     if where == "<unknown>":
         return node.name
     name = re.sub(r"_[0-9]+$", "", node.name)
     by = "" if call is None or name in call.name or call.name in name else f"{call.name} at "
     return f"{name} ({by}{where})"
+
+
+# ---- what a module holds ---------------------------------------------------------------------------------------------
+
+
+def hold(owner: fx.GraphModule | None, name: str, graph: fx.GraphModule) -> str:
+    """Put a graph into the module of another one, under a name of its own that begins with ``name``; the whole name."""
+    assert owner is not None, f"the graph that {name} is put beside belongs to no module"
+    path = next(path for path in (f"{name}_{i}" for i in itertools.count()) if not hasattr(owner, path))
+    owner.add_module(path, graph)
+    return path
+
+
+def held_by(nodes: Iterable[fx.Node]) -> dict[str, Any]:
+    """What the module of a graph holds of what these nodes name."""
+    names = [node for node in nodes if node.op == "get_attr"]
+    return {str(node.target): operator.attrgetter(str(node.target))(node.graph.owning_module) for node in names}

@@ -13,8 +13,7 @@ from torch import fx
 
 from lz_compile.passes.graph.effects import may_share
 from lz_compile.passes.graph.modes import Ambient, ambient_of, grad_enabled
-from lz_compile.passes.graph.provenance import EMITTED
-from lz_compile.passes.graph.view import memory_of, read, tensor_of
+from lz_compile.passes.graph.view import EMITTED, memory_of, read, tensor_of
 from lz_compile.passes.graph.writes import overwritten
 
 #: Calls that take no more of their first argument than its device.

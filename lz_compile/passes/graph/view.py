@@ -23,88 +23,57 @@ from torch.utils import _pytree as pytree
 
 from lz_compile.passes.graph.subclasses import inner_tensors
 
-# Parameter names in positional order, where the function and the method form agree (a method's self is the first).
-_SIGNATURES: Mapping[str, tuple[str, ...]] = {
-    "add": ("input", "other", "alpha"),
-    "sub": ("input", "other", "alpha"),
-    "rsub": ("input", "other", "alpha"),
-    "mul": ("input", "other"),
-    **dict.fromkeys(("and", "or", "xor", "logical_xor", "bitwise_xor", "eq", "ne"), ("input", "other")),
-    **dict.fromkeys(("floordiv", "floor_divide", "mod", "fmod", "remainder"), ("input", "other")),
-    **dict.fromkeys(("rshift", "bitwise_right_shift", "lshift", "bitwise_left_shift"), ("input", "other")),
-    "div": ("input", "other", "rounding_mode"),
-    "pow": ("input", "exponent"),
-    "where": ("condition", "input", "other"),
-    "masked_fill": ("input", "mask", "value"),
-    "clamp": ("input", "min", "max"),
-    "clamp_min": ("input", "min"),
-    "maximum": ("input", "other"),
-    "minimum": ("input", "other"),
-    "clamp_max": ("input", "max"),
-    "min": ("input", "dim", "keepdim"),
-    "hardtanh": ("input", "min_val", "max_val"),
-    "gelu": ("input", "approximate"),
-    "softplus": ("input", "beta", "threshold"),
-    "leaky_relu": ("input", "negative_slope", "inplace"),
-    "elu": ("input", "alpha"),
-    "threshold": ("input", "threshold", "value"),
-    "glu": ("input", "dim"),
-    "gt": ("input", "other"),
-    "ge": ("input", "other"),
-    "lt": ("input", "other"),
-    "le": ("input", "other"),
-    "reshape_as": ("input", "other"),
-    "nan_to_num": ("input", "nan", "posinf", "neginf"),
-    "addcmul": ("input", "tensor1", "tensor2", "value"),
-    "lerp": ("input", "end", "weight"),
-    "softmax": ("input", "dim", "dtype"),
-    "log_softmax": ("input", "dim", "dtype"),
-    "logsumexp": ("input", "dim", "keepdim"),
-    "amax": ("input", "dim", "keepdim"),
-    "max": ("input", "dim", "keepdim"),
-    "sum": ("input", "dim", "keepdim", "dtype"),
-    "mean": ("input", "dim", "keepdim", "dtype"),
-    "var": ("input", "dim", "unbiased", "keepdim"),
-    "std": ("input", "dim", "unbiased", "keepdim"),
-    "var_mean": ("input", "dim", "unbiased", "keepdim"),
-    "std_mean": ("input", "dim", "unbiased", "keepdim"),
-    "norm": ("input", "p", "dim", "keepdim"),
-    "linalg_norm": ("input", "ord", "dim", "keepdim"),
-    "linalg_vector_norm": ("input", "ord", "dim", "keepdim"),
-    "layer_norm": ("input", "normalized_shape", "weight", "bias", "eps"),
-    "rms_norm": ("input", "normalized_shape", "weight", "eps"),
-    "normalize": ("input", "p", "dim", "eps"),
-    "dropout": ("input", "p", "training", "inplace"),
-    "matmul": ("input", "other"),
-    "bmm": ("input", "other"),
-    "mm": ("input", "other"),
-    "tensordot": ("input", "other", "dims"),
-    "baddbmm": ("input", "batch1", "batch2", "beta", "alpha"),
-    "addmm": ("input", "batch1", "batch2", "beta", "alpha"),
-    "linear": ("input", "weight", "bias"),
-    "transpose": ("input", "dim0", "dim1"),
-    "movedim": ("input", "source", "destination"),
-    "unsqueeze": ("input", "dim"),
-    "squeeze": ("input", "dim"),
-    "flatten": ("input", "start_dim", "end_dim"),
-    "unflatten": ("input", "dim", "sizes"),
-    "repeat_interleave": ("input", "repeats", "dim"),
-    "expand_as": ("input", "other"),
-    "view_as": ("input", "other"),
-    "type_as": ("input", "other"),
-    "cat": ("tensors", "dim"),
-    "narrow": ("input", "dim", "start", "length"),
-    "select": ("input", "dim", "index"),
-    "scaled_dot_product_attention": (
-        "query",
-        "key",
-        "value",
-        "attn_mask",
-        "dropout_p",
-        "is_causal",
-        "scale",
-        "enable_gqa",
+# Parameter names in positional order, where the function and the method form agree (a method's self is the first), and of
+# which calls these are.
+_PARAMETERS: Mapping[str, str] = {
+    "input other alpha": "add sub rsub",
+    "input other": (
+        "mul and or xor logical_xor bitwise_xor eq ne floordiv floor_divide mod fmod remainder rshift "
+        "bitwise_right_shift lshift bitwise_left_shift maximum minimum gt ge lt le reshape_as matmul bmm mm "
+        "expand_as view_as type_as"
     ),
+    "input other rounding_mode": "div",
+    "input exponent": "pow",
+    "condition input other": "where",
+    "input mask value": "masked_fill",
+    "input min max": "clamp",
+    "input min": "clamp_min",
+    "input max": "clamp_max",
+    "input dim keepdim": "min logsumexp amax max",
+    "input min_val max_val": "hardtanh",
+    "input approximate": "gelu",
+    "input beta threshold": "softplus",
+    "input negative_slope inplace": "leaky_relu",
+    "input alpha": "elu",
+    "input threshold value": "threshold",
+    "input dim": "glu unsqueeze squeeze",
+    "input nan posinf neginf": "nan_to_num",
+    "input tensor1 tensor2 value": "addcmul",
+    "input end weight": "lerp",
+    "input dim dtype": "softmax log_softmax",
+    "input dim keepdim dtype": "sum mean",
+    "input dim unbiased keepdim": "var std var_mean std_mean",
+    "input p dim keepdim": "norm",
+    "input ord dim keepdim": "linalg_norm linalg_vector_norm",
+    "input normalized_shape weight bias eps": "layer_norm",
+    "input normalized_shape weight eps": "rms_norm",
+    "input p dim eps": "normalize",
+    "input p training inplace": "dropout",
+    "input other dims": "tensordot",
+    "input batch1 batch2 beta alpha": "baddbmm addmm",
+    "input weight bias": "linear",
+    "input dim0 dim1": "transpose",
+    "input source destination": "movedim",
+    "input start_dim end_dim": "flatten",
+    "input dim sizes": "unflatten",
+    "input repeats dim": "repeat_interleave",
+    "tensors dim": "cat",
+    "input dim start length": "narrow",
+    "input dim index": "select",
+    "query key value attn_mask dropout_p is_causal scale enable_gqa": "scaled_dot_product_attention",
+}
+_SIGNATURES: Mapping[str, tuple[str, ...]] = {
+    name: tuple(parameters.split()) for parameters, names in _PARAMETERS.items() for name in names.split()
 }
 
 # Functions whose positional order differs from the method of the same name.
@@ -113,51 +82,39 @@ _FUNCTION_SIGNATURES: Mapping[Any, tuple[str, ...]] = {
     F.log_softmax: ("input", "dim", "_stacklevel", "dtype"),
 }
 
-_SYNONYMS: Mapping[str, str] = {
-    "true_divide": "div",
-    "truediv": "div",
-    "divide": "div",
-    "multiply": "mul",
-    "subtract": "sub",
-    "negative": "neg",
-    "logical_not": "not",
-    "bitwise_not": "not",
-    "invert": "not",
-    "inv": "not",
-    "not_": "not",
-    "logical_and": "and",
-    "bitwise_and": "and",
-    "and_": "and",
-    "logical_or": "or",
-    "bitwise_or": "or",
-    "or_": "or",
-    "swapaxes": "transpose",
-    "swapdims": "transpose",
-    "moveaxis": "movedim",
-    "concat": "cat",
-    "concatenate": "cat",
-    "clip": "clamp",
-    "greater": "gt",
-    "greater_equal": "ge",
-    "less": "lt",
-    "less_equal": "le",
-    "not_equal": "ne",
-    "_unsafe_view": "view",
-    "_softmax": "softmax",
-    "broadcast_to": "expand",
-    "special_softmax": "softmax",
-    "special_log_softmax": "log_softmax",
-    "special_logsumexp": "logsumexp",
-    "special_exp2": "exp2",
-    "special_expm1": "expm1",
-    "special_erf": "erf",
-    "special_erfc": "erfc",
-    "special_expit": "sigmoid",
-    "special_ndtr": "ndtr",
-    "log_sigmoid": "logsigmoid",
-    "swish": "silu",
-    "absolute": "abs",
+_SPELLINGS: Mapping[str, str] = {
+    "div": "true_divide truediv divide",
+    "mul": "multiply",
+    "sub": "subtract",
+    "neg": "negative",
+    "not": "logical_not bitwise_not invert inv not_",
+    "and": "logical_and bitwise_and and_",
+    "or": "logical_or bitwise_or or_",
+    "transpose": "swapaxes swapdims",
+    "movedim": "moveaxis",
+    "cat": "concat concatenate",
+    "clamp": "clip",
+    "gt": "greater",
+    "ge": "greater_equal",
+    "lt": "less",
+    "le": "less_equal",
+    "ne": "not_equal",
+    "view": "_unsafe_view",
+    "softmax": "_softmax special_softmax",
+    "expand": "broadcast_to",
+    "log_softmax": "special_log_softmax",
+    "logsumexp": "special_logsumexp",
+    "exp2": "special_exp2",
+    "expm1": "special_expm1",
+    "erf": "special_erf",
+    "erfc": "special_erfc",
+    "sigmoid": "special_expit",
+    "ndtr": "special_ndtr",
+    "logsigmoid": "log_sigmoid",
+    "silu": "swish",
+    "abs": "absolute",
 }
+_SYNONYMS: Mapping[str, str] = {other: name for name, others in _SPELLINGS.items() for other in others.split()}
 
 # Keyword spellings of the same parameter.
 _PARAMETER_SYNONYMS: Mapping[str, str] = {"self": "input", "axis": "dim", "mat2": "other", "keepdims": "keepdim"} | {
@@ -299,6 +256,18 @@ def tensor_of(node: Any) -> torch.Tensor | None:
     return value if isinstance(value, torch.Tensor) else None
 
 
+def is_floating(node: Any) -> bool:
+    """Whether a node holds a tensor of real floating-point numbers."""
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.is_floating_point()
+
+
+def is_boolean(node: Any) -> bool:
+    """Whether a node holds a tensor of truth values."""
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.dtype == torch.bool
+
+
 _ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 
 
@@ -375,3 +344,15 @@ def called(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
     if isinstance(target, str):
         return getattr(args[0], target)(*args[1:], **kwargs)
     return target(*args, **kwargs)
+
+
+# ---- what we emitted -------------------------------------------------------------------------------------------------
+
+
+#: In the metadata of every node that is ours: what a kernel emitted is not recognised again.
+EMITTED = "layerzero_emitted"
+
+
+def provenance(template: fx.Node) -> dict[str, Any]:
+    """The metadata that says where a node comes from, and that it is ours, for what replaces ``template``."""
+    return {**origin_of(template), EMITTED: True}

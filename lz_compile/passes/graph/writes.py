@@ -16,6 +16,11 @@ from torch import fx
 
 from lz_compile.passes.graph.view import Call, read
 
+#: Calls that make a tensor of which nobody knows another name.
+NEW = frozenset(
+    "empty zeros ones full empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full "
+    "empty_strided".split()
+)
 _STATISTICS = ("running_mean", "running_var")
 #: By a call's name: what it overwrites, the argument that says whether it does (none: always), and what that is if not given.
 _UNSAID: Mapping[str, tuple[tuple[str, ...], str, Any]] = {
@@ -40,7 +45,7 @@ def overwritten(call: Call) -> list[fx.Node]:
     if "out" in call.arguments:
         out = call.arguments["out"]
         targets.extend(out if isinstance(out, (tuple, list)) else (out,))
-    for schema in _schemas(call.node.target):
+    for schema in [overload._schema for overload in _overloads(call.node.target)]:
         if schema.is_mutable:
             given = _named(schema, call.node)
             targets.extend(given.get(each.name) for each in schema.arguments if each.is_write)
@@ -67,10 +72,6 @@ def _overloads(target: Any) -> list[Any]:
     if isinstance(target, torch._ops.OpOverloadPacket):
         return [getattr(target, name) for name in target.overloads()]
     return [target] if isinstance(target, torch._ops.OpOverload) else []
-
-
-def _schemas(target: Any) -> list[Any]:
-    return [overload._schema for overload in _overloads(target)]
 
 
 def _named(schema: Any, node: fx.Node) -> dict[str, Any]:

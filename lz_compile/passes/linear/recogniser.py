@@ -23,6 +23,7 @@ from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.linear.emitter import LinearEmitter
 from lz_compile.passes.linear.reading import read_weight, storage_of
 from lz_compile.passes.linear.unpacked import numbers_of
+from lz_compile.passes.masks.constants import hold_the_same
 from lz_compile.passes.rewriting.core import Core, find_core
 from lz_compile.passes.rewriting.driver import Driver, Outcome
 from lz_compile.passes.rewriting.match import Match
@@ -33,7 +34,7 @@ OP = "linear"
 
 def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every product with a stored weight in ``graph``, and every one that is nearly so, with the reason."""
-    reader = _Reader(effects, Twins(effects))
+    reader = _Reader(effects, Twins(effects, hold_the_same))
     return Driver(OP).walk(graph.nodes, reader.is_anchor, reader.read)
 
 

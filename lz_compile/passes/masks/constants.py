@@ -179,3 +179,9 @@ def _moved(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(map(_moved, value)) if type(value) in (tuple, list) else value
     return {name: _moved(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+
+def hold_the_same(buffer: fx.Node, other: fx.Node) -> bool:
+    """Whether two buffers have equal values."""
+    first, second = inductor.buffer_value(buffer), inductor.buffer_value(other)
+    return buffer is other or (first is not None and second is not None and torch.equal(first, second))

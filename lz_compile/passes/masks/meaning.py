@@ -155,3 +155,6 @@ class Meanings(Protocol):
 
     def values(self, node: fx.Node) -> torch.Tensor | None:
         """What a mask holds where that depends on constants only."""
+
+    def hold_the_same(self, buffer: fx.Node, other: fx.Node) -> bool:
+        """Whether two buffers have equal values."""

@@ -2,7 +2,7 @@
 
 A mask is read as a function of the indices of batch, head, query and key (:mod:`index_reading`). What remains of it is a
 conjunction of conditions. Those on the distance of key and query are a band (:mod:`bands`), equal numbers of a query and
-a key are documents (:mod:`documents`), what depends on keys alone is padding. An additive mask is a number by cases:
+a key are documents (:mod:`parts`), what depends on keys alone is padding. An additive mask is a number by cases:
 what it adds where it keeps, and where it drops. Nothing is said that does not hold at every size.
 """
 
@@ -39,7 +39,7 @@ from lz_compile.passes.masks import bands as mask_bands
 from lz_compile.passes.masks import constant_patterns, ends, windows
 from lz_compile.passes.masks import reach as mask_reach
 from lz_compile.passes.masks.bands import Positions
-from lz_compile.passes.masks.constants import Constant, Constants
+from lz_compile.passes.masks.constants import Constant, Constants, hold_the_same
 from lz_compile.passes.masks.index_reading import Reader
 from lz_compile.passes.masks.meaning import Axes, Documents, Ends, Meaning, Meanings, Slopes, Window
 from lz_compile.passes.masks.parts import Parts, is_stable
@@ -67,9 +67,8 @@ class Masks(Meanings):
         shape = tuple(tuple(axis.size for axis in group) for group in axes.groups)
         key = (node, pattern, shape, keeps)
         if key not in self._known:
-            own = {axis: Axis(axis.size) for axis in order}  # nobody else cuts these
             with self._effects.watched() as look:
-                reading = _Reading(self._effects, self._constants, Axes(*(_with(own, group) for group in axes.groups)))
+                reading, own = self._unshared(axes)
                 found = reading.meaning(node, tuple(_with(own, dim) for dim in dims), keeps=keeps)
             self._known[key] = (found, look, tuple(own.values()))
         found, look, own_order = self._known[key]
@@ -122,6 +121,10 @@ class Masks(Meanings):
         axes = axes.resolved()
         own = {axis: Axis(axis.size) for group in axes.groups for axis in group}
         return _Reading(self._effects, self._constants, Axes(*(_with(own, group) for group in axes.groups))), own
+
+    def hold_the_same(self, buffer: fx.Node, other: fx.Node) -> bool:
+        """See :class:`Meanings`."""
+        return hold_the_same(buffer, other)
 
     def values(self, node: fx.Node) -> torch.Tensor | None:
         """See :class:`Meanings`."""

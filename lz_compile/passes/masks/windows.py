@@ -20,7 +20,7 @@ from lz_compile.passes.formula.polynomial import ONE, ZERO, Polynomial, lower, n
 from lz_compile.passes.formula.predicates import AtLeast, conjuncts, negation
 from lz_compile.passes.formula.reader import Source
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
+from lz_compile.passes.graph.view import Call, is_floating, known_tensor
 from lz_compile.passes.masks.constants import Constants
 from lz_compile.passes.masks.index_reading import Reader
 from lz_compile.passes.masks.meaning import Window
@@ -31,6 +31,9 @@ SELECTING = frozenset(moves.RULES) - {"pad"}
 
 def read(effects: Effects, constants: Constants, node: fx.Node, dims: Dims, query: Axis, key: Axis) -> Window | None:
     """The window that ``node`` is along two of its axes, None where it is none."""
+    call = effects.calls.get(node)
+    if call is None or call.name not in SELECTING:
+        return None
     reader = _Elements(effects, constants, (query, key))
     reader.give(dims)
     shown = _shown(reader.read(node, dims))
@@ -65,7 +68,7 @@ class _Elements(Reader):
     """Says which element of which tensor another one shows."""
 
     def _uncached(self, node: fx.Node, call: Call | None, dims: Dims) -> Value:
-        if not _is_floating(node):
+        if not is_floating(node):
             return super()._uncached(node, call, dims)
         if call is None or call.is_inplace:
             return self.leaf(node, dims)
@@ -79,20 +82,15 @@ class _Elements(Reader):
         return super()._uncached(node, call, dims) if is_read else self.leaf(node, dims)
 
     def _named(self, node: fx.Node, dims: Dims, value: Value) -> Value:
-        return value if _is_floating(node) else super()._named(node, dims, value)
+        return value if is_floating(node) else super()._named(node, dims, value)
 
     def _constant(self, node: fx.Node, dims: Dims, reader: fx.Node | None) -> Value | None:
-        return None if _is_floating(node) else super()._constant(node, dims, reader)
+        return None if is_floating(node) else super()._constant(node, dims, reader)
 
     def at_places(self, node: fx.Node, places: Sequence[Polynomial], reader: fx.Node) -> Value:
         """The element of ``node`` at a place in each of its dimensions."""
         shape = shape_of(known_tensor(node))
         return self.read(node, tuple(map(self.dim_at, places, shape)), reader)
-
-
-def _is_floating(node: fx.Node) -> bool:
-    tensor = tensor_of(node)
-    return tensor is not None and tensor.is_floating_point()
 
 
 def _as_strided(reader: _Elements, call: Call, dims: Dims) -> Value | None:

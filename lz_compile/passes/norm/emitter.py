@@ -18,7 +18,6 @@ from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.moments import CALLS, Moments
 from lz_compile.passes.formula.normal_form import NormalForm
-from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
@@ -131,8 +130,6 @@ class NormEmitter(TableEmitter):
     def match(self, op: str, core: Core) -> Match:
         """The finished match."""
         inputs = {node: Input(dims) for node, dims in self.edge().items()}
-        tensors = [tensor_of(node) for node in inputs]
-        needs_grad = grad_enabled(core.ambient) and any(each is not None and each.requires_grad for each in tensors)
         source_dtype = tensor_of(self.source.node).dtype  # type: ignore[union-attr]
         eps = math.sqrt(self.attrs.eps) if self.attrs.eps_at == "inside" else self.attrs.eps
         tiny = max(torch.finfo(source_dtype).tiny, torch.finfo(self.attrs.compute_dtype).tiny ** 0.5)
@@ -141,7 +138,7 @@ class NormEmitter(TableEmitter):
             hidden_size=product(axis.size for axis in self.hidden),
             dtype=source_dtype,
             device=tensor_of(self.output).device.type,  # type: ignore[union-attr]
-            needs_grad=needs_grad,
+            needs_grad=core.wants_grad(inputs),
         )
         own = "torch.norm" if self._is_one_call(core) else None
         magnitudes = (eps,) if eps > tiny else ()

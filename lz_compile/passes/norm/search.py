@@ -14,7 +14,8 @@ from lz_compile.passes.formula.edge import behind_casts
 from lz_compile.passes.formula.moments import CALLS, FUNCTIONS, STATISTICS
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, is_floating, tensor_of
+from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.rewriting.core import is_dead
 
 #: How many operations may lie between a row and its statistic, how many results of a statistic are looked at, and how
@@ -67,15 +68,10 @@ def _sources(effects: Effects, anchor: fx.Node) -> Iterator[fx.Node]:
             found = [] if call.name in CALLS else [_averaged(effects, each) for each in operands]
             for each in (*found, None if is_square else node):
                 source = None if each is None else behind_casts(effects, each)
-                if source is not None and source not in seen and _is_floating(source):
+                if source is not None and source not in seen and is_floating(source):
                     seen.add(source)
                     yield source
         level = following if call.name not in CALLS else []
-
-
-def _is_floating(node: fx.Node) -> bool:
-    tensor = tensor_of(node)
-    return tensor is not None and tensor.is_floating_point()
 
 
 def _averaged(effects: Effects, node: fx.Node) -> fx.Node | None:
@@ -88,15 +84,12 @@ def _averaged(effects: Effects, node: fx.Node) -> fx.Node | None:
 
 def results_of(effects: Effects, anchor: fx.Node) -> list[fx.Node]:
     """What is computed from a statistic by pointwise operations, in graph order."""
-    found, queue = {anchor}, [anchor]
-    while queue and len(found) < _AFTER:
-        for user in queue.pop(0).users:
-            if user not in found and _is_read(effects.calls.get(user)) and not is_dead(user):
-                found.add(user)
-                queue.append(user)
-    tensors = {node: tensor_of(node) for node in found}
-    floating = [node for node, tensor in tensors.items() if tensor is not None and tensor.is_floating_point()]
-    return sorted(floating, key=effects.position.__getitem__)
+
+    def users(node: fx.Node) -> Iterator[fx.Node]:
+        return (user for user in node.users if _is_read(effects.calls.get(user)) and not is_dead(user))
+
+    found = filter(is_floating, reached([anchor], users, _AFTER))
+    return sorted(found, key=effects.position.__getitem__)
 
 
 def _is_read(call: Call | None) -> bool:

@@ -19,12 +19,11 @@ from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.purity import refuse_transformed
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.driver import Outcome
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
-from lz_compile.passes.rewriting.op_calls import CallEmitter, op_calls
+from lz_compile.passes.rewriting.op_calls import CallEmitter, arguments_of, op_calls
 
 _OP = "paged_attention"
 #: Of proofs: as many blocks as tables name, and as many slots as lengths say at most.
@@ -58,23 +57,16 @@ class _Emitter(CallEmitter):
 
 
 def _match(node: fx.Node, effects: Effects) -> Match:
-    """The match of one call.
-
-    Raises:
-        RefusedError: it is mapped over a dimension, or has nothing to do.
-    """
+    """The match of one call; RefusedError where it is mapped over a dimension, or has nothing to do."""
     ambient = effects.ambient(node)
     refuse_transformed(ambient)
-    named = ("scale", "softcap", "window", "out_dtype")
-    arguments: dict[str, Any] = dict(zip((*Operands.names, *named), node.args, strict=False)) | node.kwargs
-    given = {name: each for name in Operands.names if isinstance(each := arguments.get(name), fx.Node)}
-    tensors = {name: tensor for name, each in given.items() if (tensor := tensor_of(each)) is not None}
+    given, tensors, named = arguments_of(node, Operands, "scale", "softcap", "window", "out_dtype")
     if any(as_size(size) == 0 for each in tensors.values() for size in each.shape):
         raise RefusedError("EMPTY", "there are no queries, or no blocks", "leave the call out")
     sizes = _sizes(tensors)
     if not (isinstance(sizes["Hq"], int) and isinstance(sizes["Hk"], int)):
         raise RefusedError("SYMBOLIC_HEADS", "how many heads share keys is a symbol", "compile with static heads")
-    attrs, facts = op.from_operands(Operands(**tensors), sizes, **{name: arguments[name] for name in named})
+    attrs, facts = op.from_operands(Operands(**tensors), sizes, **named)
     axes = _axes(sizes, is_ragged=attrs.is_ragged)
     inputs = {each: _input(name, tensors[name], axes) for name, each in given.items()}
     emitter = _Emitter(given, attrs, Operands, None, _only(axes["T"]), _only(axes["R"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -57,3 +58,10 @@ def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _finite_max(error: torch.Tensor) -> float:
     finite = error[error.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0
+
+
+def doubled(value: Any) -> Any:
+    """A tensor of real numbers in float64, which requires a gradient as it did; anything else as it is."""
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().double().requires_grad_(value.requires_grad)

@@ -12,7 +12,7 @@ from torch import fx
 
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.view import hint_of, tensor_of, value_of
+from lz_compile.passes.graph.view import hint_of, is_boolean, tensor_of, value_of
 from lz_compile.passes.proof.resize import shape
 from lz_compile.passes.proof.subgraph import Sizes
 from lz_compile.passes.rewriting.match import Input, Match
@@ -44,7 +44,7 @@ def cases(match: Match) -> Iterator[Case]:
     """The input sets that a match is tried on."""
     is_trained = any(wants_grad(node) for node in match.inputs) and grad_enabled(match.ambient)
     known, trial = match.found.inputs, match.trial
-    has_mask = any(_is_mask(node) or each.fill is not None for node, each in known.items())
+    has_mask = any(is_boolean(node) or each.fill is not None for node, each in known.items())
     yield Case("plain", gradients=is_trained)
     # In half precision larger scores are rounded by whole units, and which key wins a row is a matter of luck.
     is_half = any(
@@ -180,11 +180,6 @@ def _mask(extents: tuple[int, ...], device: torch.device, masked_rows: bool) -> 
     else:
         keep[..., 0] = True
     return keep.to(device)
-
-
-def _is_mask(node: fx.Node) -> bool:
-    tensor = tensor_of(node)
-    return tensor is not None and tensor.dtype == torch.bool
 
 
 def wants_grad(node: fx.Node) -> bool:

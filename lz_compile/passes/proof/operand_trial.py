@@ -16,7 +16,7 @@ import torch
 
 from lz_compile.ground.isolation import Outside
 from lz_compile.lowering import ops
-from lz_compile.passes.proof.agreement import TOLERANCE, elementwise
+from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise
 from lz_compile.passes.proof.sides import ProofRun, gradients_of, is_same, lies_in, run_kernel
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class OperandTrial:
         definition = partial(_definition, module)
         devices = {each.device for each in tensors_of(operands).values()}
         ours = run_kernel(self.kernel, devices, partial(self._run, call, operands, outside))
-        wide = {name: _wide(each) for name, each in operands.items()}
+        wide = {name: doubled(each) for name, each in operands.items()}
         try:
             given = self._run(definition, operands, outside)
             truth = replace(self, attrs=_in_float64(self.attrs))._run(definition, wide)
@@ -108,10 +108,6 @@ def _definition(op: ModuleType, x: Any, attrs: Any) -> Any:
     if hasattr(attrs, "masked_rows") and attrs.masked_rows != "fill":
         attrs = replace(attrs, masked_rows="nan")
     return getattr(op, "reference_in_parts", op.reference)(x, attrs)
-
-
-def _wide(value: Any) -> Any:
-    return value.double() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
 def _in_float64(attrs: Any) -> Any:

@@ -23,9 +23,10 @@ from lz_compile.lowering import inductor
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.formula.calls import constant_value, is_constant
-from lz_compile.passes.graph.held import held_by
+from lz_compile.passes.graph.modules import held_by
 from lz_compile.passes.graph.view import Call, hint_of, is_symbolic, known_tensor, read, tensor_of
-from lz_compile.passes.proof.subgraph import Sizes, Subgraph, needed
+from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.proof.subgraph import Sizes, Subgraph
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import KernelCall, emit
@@ -105,18 +106,13 @@ def real_sizes(match: Match) -> Sizes:
     sizes = {axis: small[axis] if axis in match.trial.pinned else hint(axis.size) for axis in all_axes(match)}
     for axis in (*axes_of(match.output_dims), None):
         tied = {**sizes, **{axis: sizes[other] for axis, other in match.trial.ties.items()}}
-        needed = _bytes_needed(match, tied)
+        needed = sum(math.prod(shape(dims, tied)) for dims in {**match.inputs, **match.read}.values()) * 8 * 2
         if needed <= free / _SHARE:
             return tied
         if axis is not None and axis not in match.trial.ties:
             sizes[axis] = min(sizes[axis], small[axis])
     text = f"cannot be tried at its real sizes, of {needed >> 20} MiB with {free >> 20} MiB free"
     raise TrialError(f"a kernel for {match.op} at {match.where}", text, is_fatal=False)
-
-
-def _bytes_needed(match: Match, sizes: Sizes) -> int:
-    """All that the source computes, in float64, with gradients."""
-    return sum(math.prod(shape(dims, sizes)) for dims in {**match.inputs, **match.read}.values()) * 8 * 2
 
 
 def _hints(match: Match) -> Sizes:

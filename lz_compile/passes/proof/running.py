@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
+from torch._functorch.aot_autograd import aot_function
+from torch._functorch.compilers import nop
 
 from lz_compile.ground.isolation import is_isolated
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.snapshot import Was
 from lz_compile.passes.graph.view import called, tensors_in
-from lz_compile.passes.proof.scan_steps import run_steps
 
 SCAN = torch.ops.higher_order.scan
 
@@ -89,3 +90,50 @@ def _result(
         with suppress(RuntimeError):  # which the call raises as well, if it matters
             each.grad_fn  # noqa: B018  PyTorch takes a view, of which another one was written to, for a leaf until asked
     return called(target, args, kwargs)
+
+
+# ---- loops -----------------------------------------------------------------------------------------------------------
+# A scan as a plain loop: what the operator ``scan`` computes, one step after the other, with PyTorch's own gradients.
+# Run eagerly, the operator traces its step (and, for gradients, the step's backward) at every call, which costs seconds.
+# What is left to the operator in the end is run by it once, as compiled code runs it.
+
+
+def run_steps(
+    step: Callable[..., Sequence[torch.Tensor]],
+    init: Sequence[torch.Tensor],
+    xs: Sequence[torch.Tensor],
+    additional_inputs: Sequence[torch.Tensor] = (),
+) -> tuple[torch.Tensor, ...]:
+    """The last states, and what the steps give, stacked; the arguments are those of ``torch.ops.higher_order.scan``.
+
+    Shapes:
+        ``xs`` have time as their first dimension, of at least one step; the result's stacked tensors too.
+    """
+    if isinstance(step, fx.GraphModule):
+        step = step.forward  # calling the module prints what the graph raises
+    carried = tuple(init)
+    given: list[tuple[torch.Tensor, ...]] = []
+    for slices in zip(*(each.unbind(0) for each in xs), strict=True):
+        outputs = tuple(step(*carried, *slices, *additional_inputs))
+        carried = outputs[: len(carried)]
+        given.append(outputs[len(carried) :])
+    return (*carried, *(torch.stack(each) for each in zip(*given, strict=True)))
+
+
+def run_operator(
+    step: fx.GraphModule,
+    init: Sequence[torch.Tensor],
+    xs: Sequence[torch.Tensor],
+    additional_inputs: Sequence[torch.Tensor | int] = (),
+) -> tuple[torch.Tensor, ...]:
+    """The same by the operator, out of the graphs that AOTAutograd makes of it and of its backward."""
+    operands = [*init, *xs, *additional_inputs]
+    handed = [each for each in operands if isinstance(each, torch.Tensor)]
+
+    def scan(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rest = iter(tensors)
+        given = [next(rest) if isinstance(each, torch.Tensor) else each for each in operands]
+        end = len(init) + len(xs)
+        return tuple(torch.ops.higher_order.scan(step, given[: len(init)], given[len(init) : end], tuple(given[end:])))
+
+    return tuple(aot_function(scan, fw_compiler=nop)(*handed))

@@ -59,7 +59,9 @@ def run(
             outputs, [each for each in inputs if isinstance(each, torch.Tensor) and each.requires_grad]
         )
     tensors = [
-        (node.name, *each) for node, *each in zip(match.inputs, values, given, strict=True) if _is_tensor(each[0])
+        (node.name, *each)
+        for node, *each in zip(match.inputs, values, given, strict=True)
+        if isinstance(each[0], torch.Tensor)
     ]
     written = tuple(name for name, before, after in tensors if not is_same(before, after))
     return ProofRun(results, written, lies_in(outputs, [after for _, _, after in tensors]))
@@ -108,11 +110,6 @@ def tried(kernel: KernelSpec, devices: set[torch.device], run_it: Callable[[], A
 def _failures(happened: Iterable[events.Event]) -> list[str]:
     """What failed while a fallback went on."""
     return [event.message for event in happened if event.code in health.FAILURE_EVENTS]
-
-
-def _is_tensor(value: Any) -> bool:
-    """Whether a value is no number."""
-    return isinstance(value, torch.Tensor)
 
 
 def _with_implied(match: Match, inputs: Sequence[Any], sizes: Sizes) -> list[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -63,19 +63,3 @@ class Subgraph:
         graph, copies = self.copied()
         module = fx.GraphModule(dict(self.held), graph)
         return module, dict(zip(copies, module.graph.nodes, strict=False))
-
-
-def needed(
-    wanted: Iterable[fx.Node],
-    given: Container[fx.Node],
-    operands: Callable[[fx.Node], Iterable[fx.Node]] = lambda node: node.all_input_nodes,
-) -> list[fx.Node]:
-    """Some nodes and everything that they need, back to what is ``given``, in graph order."""
-    stack = [node for node in wanted if node not in given]
-    found = set(stack)
-    while stack:
-        for operand in operands(stack.pop()):
-            if operand not in found and operand not in given:
-                found.add(operand)
-                stack.append(operand)
-    return sorted(found)

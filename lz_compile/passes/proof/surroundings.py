@@ -19,12 +19,14 @@ from torch import fx
 
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.formula.subscripts import SPLITS
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.held import held_by
 from lz_compile.passes.graph.modes import ambient_context
+from lz_compile.passes.graph.modules import held_by
 from lz_compile.passes.graph.view import is_symbolic, read, tensor_of, value_of, where_of
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.proof.resize import all_axes
-from lz_compile.passes.proof.subgraph import Subgraph, needed
+from lz_compile.passes.proof.subgraph import Subgraph
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import KernelCall, Recipes, splice
@@ -33,8 +35,6 @@ from lz_compile.passes.rewriting.rewrite import KernelCall, Recipes, splice
 _REACH = 16
 #: In a sequence of documents whose ids nobody knows before the data comes.
 _DOCUMENTS = 8
-
-_SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes"})
 
 Binding = Mapping[sympy.Symbol, int]
 _SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -197,7 +197,7 @@ def _is_fusible(node: fx.Node, match: Match, effects: Effects) -> bool:
     if call is None or call.is_inplace or effects.ambient(node) != match.ambient:
         return False
     if _is_split(node):
-        return call.name in _SPLITS
+        return call.name in SPLITS
     if tensor_of(node) is None:
         return False
     return is_pointwise(call) or layout.is_view(call) or layout.rearranges(call)

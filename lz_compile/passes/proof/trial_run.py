@@ -17,8 +17,7 @@ from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.snapshot import Was
 from lz_compile.passes.graph.subclasses import inner_tensors, rebuilt
 from lz_compile.passes.proof import running
-from lz_compile.passes.proof.running import SCAN, NotRunnableError
-from lz_compile.passes.proof.scan_steps import run_operator, run_steps
+from lz_compile.passes.proof.running import SCAN, NotRunnableError, run_operator, run_steps
 
 #: A plain loop, one with gradients as the operator ``scan`` has them whatever its steps do with them, or the operator itself.
 Scans: TypeAlias = Literal["loop", "like", "operator"]

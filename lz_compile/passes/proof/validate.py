@@ -22,7 +22,7 @@ from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.store import Store
 from lz_compile.lowering import ops
 from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.proof.agreement import TOLERANCE, elementwise
+from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise
 from lz_compile.passes.proof.cases import Case, cases, inputs_of, some_axes, wants_grad
 from lz_compile.passes.proof.resize import real_sizes, replacement, representative_sizes, resized, whole
 from lz_compile.passes.proof.sides import run as run_side
@@ -180,7 +180,7 @@ def _run_case(
     ours = run_kernel(kernel, devices_of(match), partial(replaced, gradients=case.gradients, outside=outside))
     given = run_side(source.at(sizes).run, match, inputs, sizes, gradients=case.gradients, outside=outside)
     exact = source.at(sizes, torch.float64).run
-    truth = run_side(exact, match, _as_float64(inputs), sizes, gradients=case.gradients)
+    truth = run_side(exact, match, [*map(doubled, inputs)], sizes, gradients=case.gradients)
     if ours.written:
         return Validation(ok=False, reason=f"it writes into {', '.join(ours.written)}, with {case.name}")
     if ours.is_view and not given.is_view:
@@ -222,13 +222,3 @@ def _names(match: Match, case: Case) -> list[str]:
     if not case.gradients:
         return outputs
     return [*outputs, *(f"gradient of {node.name}" for node in match.inputs if wants_grad(node))]
-
-
-def _as_float64(inputs: list[Any]) -> list[Any]:
-    converted = []
-    for value in inputs:
-        if isinstance(value, torch.Tensor) and value.is_floating_point():
-            converted.append(value.detach().double().requires_grad_(value.requires_grad))
-        else:
-            converted.append(value)
-    return converted

@@ -12,8 +12,8 @@ from torch import fx
 from lz_compile.ground import machine
 from lz_compile.ground.isolation import Outside
 from lz_compile.passes.formula.axes import axes_of
-from lz_compile.passes.graph.held import held_by
 from lz_compile.passes.graph.modes import grad_enabled
+from lz_compile.passes.graph.modules import held_by
 from lz_compile.passes.graph.view import target_name, tensor_of
 from lz_compile.passes.proof.resize import representative_sizes, shape
 from lz_compile.passes.proof.subgraph import Sizes, Subgraph

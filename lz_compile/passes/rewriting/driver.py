@@ -10,9 +10,8 @@ from torch import fx
 
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.graph.effects import MutatedError
-from lz_compile.passes.graph.provenance import EMITTED
 from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
-from lz_compile.passes.graph.view import where_of
+from lz_compile.passes.graph.view import EMITTED, where_of
 from lz_compile.passes.rewriting.match import Match
 
 Outcome = Match | NearMiss | Failure

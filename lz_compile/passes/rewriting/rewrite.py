@@ -12,9 +12,8 @@ from torch import fx
 from lz_compile.ground.sizes import Size, as_size
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.strides import strides_matter
-from lz_compile.passes.graph.fakes import faking
-from lz_compile.passes.graph.provenance import provenance
-from lz_compile.passes.graph.view import known_tensor, read, tensor_of
+from lz_compile.passes.graph.modes import faking
+from lz_compile.passes.graph.view import known_tensor, provenance, read, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, GraphBuilder
 from lz_compile.passes.rewriting.match import Attributes, Match
 

@@ -1,12 +1,14 @@
 """Equal layers are recognised once: a subgraph that looks like one that was read before has the same reading.
 
 While an anchor is read, every node that the recogniser looks at is noted. Another anchor is its *twin* if the same walk
+import operator
 from it meets equal nodes: equal calls with equal constants on tensors of equal shape, strides and dtype, used by the
 same number of others. What was not looked at cannot have made a difference.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,7 +18,6 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import as_size
-from lz_compile.lowering import inductor
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.graph.effects import Effects, Look
 from lz_compile.passes.graph.refusal import NearMiss
@@ -33,8 +34,10 @@ class _Prototype:
 class Twins:
     """The matches of one graph that others may be twins of. Off where anything is overwritten in place."""
 
-    def __init__(self, effects: Effects) -> None:
+    def __init__(self, effects: Effects, hold_the_same: Callable[[fx.Node, fx.Node], bool] = operator.is_) -> None:
         self._effects = effects
+        #: Whether two buffers do: what was proven of one by its value holds for the other.
+        self._hold_the_same = hold_the_same
         self._prototypes: list[_Prototype] = []
         self._signatures: dict[fx.Node, Any] = {}
 
@@ -76,7 +79,7 @@ class Twins:
         match, position = prototype.match, self._effects.position
         if any(node not in renamed for node in (*match.core, *match.inputs, *match.read, *match.outputs)):
             return False
-        if any(node not in renamed or not _hold_the_same(node, renamed[node]) for node in match.found.buffers):
+        if any(node not in renamed or not self._hold_the_same(node, renamed[node]) for node in match.found.buffers):
             return False
         core = [renamed[node] for node in match.core]
         if any(position[first] >= position[second] for first, second in pairwise(core)):
@@ -93,12 +96,6 @@ class Twins:
             node in renamed and region.reaches(node, goal) == region.reaches(renamed[node], goal)
             for node, goal in prototype.look.reached
         )
-
-
-def _hold_the_same(buffer: fx.Node, other: fx.Node) -> bool:
-    """Whether two buffers have equal values, so that what was proven of one by its value holds for the other."""
-    first, second = inductor.buffer_value(buffer), inductor.buffer_value(other)
-    return buffer is other or (first is not None and second is not None and torch.equal(first, second))
 
 
 def _renamed(match: Match, renamed: Mapping[fx.Node, fx.Node]) -> Match:
@@ -149,7 +146,7 @@ class _Walk:
                 return None
             if one not in self._look.nodes:
                 continue
-            if one.op != two.op or not _same_target(one, two):
+            if one.op != two.op or (one.op != "placeholder" and one.target != two.target):
                 return None
             if not _pair((one.args, one.kwargs), (two.args, two.kwargs), stack):
                 return None
@@ -159,10 +156,6 @@ class _Walk:
         if node not in self._signatures:
             self._signatures[node] = _signature(node)
         return self._signatures[node]
-
-
-def _same_target(one: fx.Node, two: fx.Node) -> bool:
-    return one.op == "placeholder" or one.target == two.target
 
 
 def _pair(one: Any, two: Any, stack: list[tuple[fx.Node, fx.Node]]) -> bool:

@@ -18,8 +18,7 @@ from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of
 from lz_compile.passes.formula.places import FixedIndex, affine, has_fixed_index
 from lz_compile.passes.formula.turning import Known
-from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.emitter import TableEmitter
@@ -168,11 +167,7 @@ class RopeEmitter(TableEmitter):
         return value
 
     def _facts(self, core: Core, inputs: Mapping[fx.Node, Dims]) -> RopeFacts:
-        rotation, with_grad = self.rotation, grad_enabled(core.ambient)
-        tables = [tensor_of(node) for node in inputs if node is not rotation.source]
-        source = tensor_of(rotation.source)
-        assert source is not None, "a source is a tensor"
-        tables_need_grad = with_grad and any(each is not None and each.requires_grad for each in tables)
+        rotation, source = self.rotation, known_tensor(self.rotation.source)
         return RopeFacts(
             batch=product(axis.size for axis in self.batch),
             heads=product(axis.size for axis in self.heads),
@@ -182,8 +177,8 @@ class RopeEmitter(TableEmitter):
             dtype=source.dtype,
             device=source.device.type,
             table_dtype=torch.promote_types(_dtype(rotation.cos), _dtype(rotation.sin)),
-            needs_grad=tables_need_grad or (with_grad and source.requires_grad),
-            tables_need_grad=tables_need_grad,
+            needs_grad=core.wants_grad(inputs),
+            tables_need_grad=core.wants_grad(node for node in inputs if node is not rotation.source),
         )
 
 
@@ -216,11 +211,7 @@ def _leaf(builder: Builder, leaf: Leaf, groups: Groups) -> Any:
 
 
 def _run(terms: tuple[tuple[Axis, int], ...]) -> tuple[int, int]:
-    """Step and extent of elements that are evenly spaced.
-
-    Raises:
-        LayoutError: they are not.
-    """
+    """Step and extent of elements that are evenly spaced; LayoutError where they are not."""
     step = distance = terms[-1][1] if terms else 1
     for axis, stride in reversed(terms):
         if stride != distance:

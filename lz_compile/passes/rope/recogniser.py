@@ -23,7 +23,7 @@ from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of
-from lz_compile.passes.masks.constants import Constants
+from lz_compile.passes.masks.constants import Constants, hold_the_same
 from lz_compile.passes.rewriting.core import Core, find_core
 from lz_compile.passes.rewriting.driver import Driver, Outcome
 from lz_compile.passes.rewriting.match import Match
@@ -38,7 +38,7 @@ _LAST = frozenset({"add", "sub", "addcmul", "cat", "stack", "view_as_real", "sum
 
 def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every rotary embedding in ``graph``, and every one that is there but cannot be replaced, with the reason."""
-    twins, constants = Twins(effects), Constants(effects)
+    twins, constants = Twins(effects, hold_the_same), Constants(effects)
 
     def known(node: fx.Node) -> Known | None:
         found = constants.value(node)

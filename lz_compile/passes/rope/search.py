@@ -44,7 +44,7 @@ def sources(effects: Effects, output: fx.Node) -> list[fx.Node]:
             if may_turn(call):
                 apart.update(node.all_input_nodes)
             for operand in node.all_input_nodes:
-                if operand not in uses and (tensor_of(operand) is not None or _is_split(effects, operand)):
+                if operand not in uses and (tensor_of(operand) is not None or effects.name(operand) in SPLITS):
                     following[operand] = None
                 uses[operand] = uses.get(operand, 0) + 1
         level = list(following)
@@ -73,11 +73,6 @@ def _is_apart(effects: Effects, source: fx.Node, order: list[fx.Node]) -> bool:
             names.add("" if call is None else call.name)
             is_matrix |= may_turn(call)
     return is_matrix or (not names.isdisjoint(_APART | {"sum"}) and not names.isdisjoint(_PRODUCTS))
-
-
-def _is_split(effects: Effects, node: fx.Node) -> bool:
-    call = effects.calls[node]
-    return call is not None and call.name in SPLITS
 
 
 def _is_normalised(effects: Effects, node: fx.Node, depth: int = 8) -> bool:

@@ -103,11 +103,7 @@ def _general(mask: Leaf, why: str) -> RefusedError:
 
 
 def _threshold(mask: Leaf, difference: sympy.Expr) -> float:
-    """The cosine at which a difference changes its sign, for all lengths.
-
-    Raises:
-        RefusedError: there is none.
-    """
+    """The cosine at which a difference changes its sign, for all lengths; RefusedError where there is none."""
     function = sympy.lambdify((DOT, LENGTH_A, LENGTH_V), difference, modules=[{"Max": _larger}, "math"])
 
     def value(cosine: float, length: float, other: float) -> float:

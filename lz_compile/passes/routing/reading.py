@@ -26,8 +26,7 @@ from lz_compile.passes.routing.activation import Activation
 from lz_compile.passes.routing.cosine_mask import Cosine, cosine_of
 from lz_compile.passes.routing.emitter import Operand, RoutingEmitter
 from lz_compile.passes.routing.products import DETACHED, FUNCTIONS, Products, Term
-from lz_compile.passes.routing.roles import Adapter, Layer, Role, role_of
-from lz_compile.passes.routing.stopping import Kept, kept_of
+from lz_compile.passes.routing.roles import Adapter, Kept, Layer, Role, kept_of, role_of
 from lz_compile.passes.routing.summands import Summands
 
 #: The emitter, its core, and everything that was read with its axes.
@@ -286,11 +285,7 @@ def _first_alike(adapters: list[Adapter]) -> list[Adapter]:
 
 
 def _check(found: _Sum, kept: Kept, quarantine: Kept) -> None:
-    """Refuse what the op has no form for.
-
-    Raises:
-        RefusedError: with the reason.
-    """
+    """Refuse what the op has no form for."""
     if len(kept.adapter.gates) > 1:
         raise RefusedError("SEVERAL_GATES", "the kept adapter is multiplied by several gates", "one gate for a layer")
     if quarantine.adapter.gates or quarantine.mask is not None:

@@ -8,15 +8,19 @@ which none is scaled along its rank, is left alone without a word.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import fx
 
+from lz_compile.ground import events
+from lz_compile.ground.reasons import Reason
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import NearMiss
+from lz_compile.passes.graph.view import tensor_of, where_of
 from lz_compile.passes.rewriting.driver import Driver, Outcome
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.twins import Twins
-from lz_compile.passes.routing.gates import Gates
 from lz_compile.passes.routing.reading import Reader
 from lz_compile.passes.routing.summands import Summands
 
@@ -44,3 +48,52 @@ def _read(effects: Effects, summands: Summands, anchor: fx.Node) -> Match | None
         return None
     emitter, core, read = found
     return emitter.match(OP, core, read)
+
+
+# ---- gates of tokens -------------------------------------------------------------------------------------------------
+# Gates that are there for their gradient, one row for every token: what is read off them scatters.
+# The unit of routing is the rollout. A gate of ones per token tells the gradient of a token, whose cosine with a direction is
+# above zero by noise for about half of the tokens of a clean rollout.
+
+
+CODE = "GATE_PER_TOKEN"
+
+
+@dataclass
+class Gates:
+    """The gates of one graph; of several layers with such a gate, the first is an event."""
+
+    effects: Effects
+    is_told: bool = False
+
+    def notices(self, op: str, match: Match) -> Iterator[NearMiss]:
+        """What is to be said of the gate of a match: nothing, where it is one per rollout or computed by the model."""
+        gate = _gate_of(match)
+        if gate is None or match.attributes.to_dict()["gate"] != "token" or not grad_enabled(match.ambient):
+            return
+        tensor = tensor_of(gate)
+        if tensor is None or not tensor.requires_grad or not self._is_made(gate):
+            return
+        rows = " x ".join(str(size) for size in tensor.shape[:-1]) or "1"
+        text = (
+            f"the gate {gate.name} has a row for every token ({rows}): cosines of tokens scatter, about half of the tokens "
+            "of a clean rollout are flagged by noise, and half of its gradient is routed wrongly"
+        )
+        edit = "a gate per rollout, [G, 1, rank]; or sum its gradient over the tokens of each rollout before the cosine"
+        if not self.is_told:
+            events.record(CODE, f"{op} at {match.where}: {text}; use {edit}")
+            self.is_told = True
+        yield NearMiss(op, gate, Reason(CODE, text), edit, match.where or where_of(gate))
+
+    def _is_made(self, gate: fx.Node) -> bool:
+        """Whether a gate is given, or filled with a number: what a network computes is a gate of its own."""
+        call = self.effects.calls[gate]
+        return call is None or not any(tensor_of(each) is not None for each in gate.all_input_nodes)
+
+
+def _gate_of(match: Match) -> fx.Node | None:
+    parts = getattr(match.emitter, "parts", {}).get("gate")
+    if not parts:
+        return None
+    gate: fx.Node = parts[0].leaf.node
+    return match.renamed.get(gate, gate)

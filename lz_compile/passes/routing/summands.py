@@ -17,8 +17,8 @@ from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.provenance import EMITTED
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import EMITTED, Call, tensor_of
+from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.rewriting.core import is_dead
 
 _SUMS = frozenset({"add", "sub", "rsub"})
@@ -65,11 +65,11 @@ class Summands:
 
     def deep(self, anchor: fx.Node) -> list[fx.Node]:
         """The summands that may be adapters; what is a sum itself, and read by others, is a residual stream."""
-        return [node for node in self.of(anchor)[0] if self.depth.get(node, 0) >= DEEP and not self._is_stream(node)]
-
-    def _is_stream(self, node: fx.Node) -> bool:
-        call = self.effects.calls.get(node)
-        return call is not None and call.name in _SUMS and self.is_sum(node)
+        return [
+            node
+            for node in self.of(anchor)[0]
+            if self.depth.get(node, 0) >= DEEP and not (self.effects.name(node) in _SUMS and self.is_sum(node))
+        ]
 
     def of(self, anchor: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
         """The summands of a sum, and the sums that it is made of, itself first; what others read too is a summand."""
@@ -124,33 +124,23 @@ class Summands:
 
     def behind(self, node: fx.Node) -> set[fx.Node]:
         """What a value is computed from without bending, as far as it is near."""
-        found: dict[fx.Node, None] = {}
-        queue = [node]
-        while queue and len(found) < _NODES:
-            reader = queue.pop(0)
-            if reader not in self.depth:
-                continue
-            for operand in _tensors(reader):
-                inner = self.effects.current(operand, reader)
-                if inner not in found:
-                    found[inner] = None
-                    queue.append(inner)
-        return set(found)
+
+        def inner(reader: fx.Node) -> Iterator[fx.Node]:
+            return (self.effects.current(each, reader) for each in _tensors(reader) if reader in self.depth)
+
+        return {*reached(inner(node), inner, _NODES)}
 
     def is_scaled(self, node: fx.Node, source: fx.Node) -> bool:
         """Whether a vector is multiplied in on the way from ``source``, as far as that is near."""
-        seen, queue = {source}, [node]
-        while queue and len(seen) < _NODES:
-            reader = queue.pop(0)
+
+        def inner(reader: fx.Node) -> list[fx.Node]:
             call = self.effects.calls[reader]
-            if call is None or reader not in self.depth:
-                continue
-            operands = [self.effects.current(each, reader) for each in _multiplied(call)]
-            if call.name in _MULTIPLYING and any(map(_is_vector, operands)):
-                return True
-            queue.extend(each for each in operands if each not in seen)
-            seen.update(operands)
-        return False
+            given = [] if call is None or reader is source or reader not in self.depth else _multiplied(call)
+            return [self.effects.current(each, reader) for each in given]
+
+        calls = (self.effects.calls[reader] for reader in reached([node], inner, _NODES))
+        products = (call.node for call in calls if call is not None and call.name in _MULTIPLYING)
+        return any(_is_vector(each) for product in products for each in inner(product))
 
     def _may_be_input(self, node: fx.Node) -> bool:
         tensor = tensor_of(node)

@@ -16,12 +16,11 @@ from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFa
 from lz_compile.lowering.token_bits import WORD, word_count
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.purity import refuse_transformed
 from lz_compile.passes.rewriting.core import Core, wants_grad
 from lz_compile.passes.rewriting.driver import Outcome
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
-from lz_compile.passes.rewriting.op_calls import CallEmitter, op_calls
+from lz_compile.passes.rewriting.op_calls import CallEmitter, arguments_of, op_calls
 
 _OP = "sampling"
 #: Between what numbers operands are.
@@ -41,22 +40,11 @@ def sampling_calls(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
 
 
 def _match(node: fx.Node, effects: Effects) -> Match:
-    """The match of one call.
-
-    Raises:
-        RefusedError: it is mapped over a dimension.
-    """
+    """The match of one call; RefusedError where it is mapped over a dimension."""
     ambient = effects.ambient(node)
-    if ambient.is_transformed:
-        raise RefusedError("FUNCTION_TRANSFORM", "it is inside torch.func.vmap or grad", "transform outside")
-    arguments: dict[str, Any] = (
-        dict(zip((*Operands.names, "result", "out_dtype"), node.args, strict=False)) | node.kwargs
-    )
-    given: dict[str, fx.Node] = {
-        name: each for name in Operands.names if isinstance(each := arguments.get(name), fx.Node)
-    }
-    tensors = {name: tensor for name, each in given.items() if (tensor := tensor_of(each)) is not None}
-    attrs = SamplingAttrs.of(given, arguments["result"], arguments["out_dtype"])
+    refuse_transformed(ambient)
+    given, tensors, named = arguments_of(node, Operands, "result", "out_dtype")
+    attrs = SamplingAttrs.of(given, **named)
     logits = tensors["logits"]
     rows, vocab = (as_size(size) for size in logits.shape)
     axes = _Axes(rows, vocab)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import fx
 
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import Call, is_floating, tensor_of
+from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.sampling.stores import ORDERING
 
 _DRAWS = frozenset({"multinomial", "argmax", "cumsum"})
@@ -32,20 +35,16 @@ def draws(effects: Effects, node: fx.Node) -> bool:
 
 def weighs(effects: Effects, scores: fx.Node) -> bool:
     """Whether scores end up in a product with other values, and in no draw: top-k attention is none of tokens."""
-    seen, queue, has_product = {scores}, [scores], False
-    while queue and len(seen) < _FAR:
-        for user in queue.pop(0).users:
-            call = effects.calls.get(user)
-            if call is None or user in seen:
-                continue
-            if call.name in _DRAWS:
-                return False
-            if call.name in contraction.PRODUCTS:
-                has_product = True
-                continue
-            tensor = tensor_of(user)
-            is_number = tensor is None or tensor.is_floating_point() or is_pointwise(call)  # or a mask of them
-            if is_number and (call.name in _BETWEEN or is_pointwise(call) or layout.rearranges(call)):
-                seen.add(user)
-                queue.append(user)
-    return has_product
+
+    def calls(node: fx.Node) -> Iterator[Call]:
+        return (call for call in map(effects.calls.get, node.users) if call is not None)
+
+    def goes_on(call: Call) -> bool:
+        if call.name in _DRAWS or call.name in contraction.PRODUCTS:
+            return False
+        is_number = tensor_of(call.node) is None or is_floating(call.node) or is_pointwise(call)  # or a mask of them
+        return is_number and (call.name in _BETWEEN or is_pointwise(call) or layout.rearranges(call))
+
+    near = reached([scores], lambda node: (call.node for call in calls(node) if goes_on(call)), _FAR)
+    names = {call.name for node in near for call in calls(node)}
+    return names.isdisjoint(_DRAWS) and not names.isdisjoint(contraction.PRODUCTS)

@@ -23,8 +23,9 @@ from lz_compile.passes.formula.calls import is_constant
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, is_symbolic, known_tensor, tensor_of, value_of
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.proof.resize import resized, shape, whole
-from lz_compile.passes.proof.subgraph import Subgraph, needed
+from lz_compile.passes.proof.subgraph import Subgraph
 from lz_compile.passes.sampling.stores import is_ordering
 
 #: More operations than a filter of scores is spelled with.
@@ -286,11 +287,7 @@ def _alike(dim: tuple[Axis, ...], extent: Any) -> tuple[Axis, ...] | None:
 
 
 def _grouped(axes: tuple[Axis, ...], extents: tuple[Any, ...]) -> Dims:
-    """The axes distributed over dimensions, none of them cut.
-
-    Raises:
-        LayoutError: they do not fit without.
-    """
+    """The axes distributed over dimensions, none of them cut; LayoutError where they do not fit without."""
     copies = {Axis(axis.size): axis for axis in axes}
     dims = regroup(copies, extents)
     if any(copy.parts for copy in copies):

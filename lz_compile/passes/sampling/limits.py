@@ -56,7 +56,7 @@ def limits_of(found: Excerpt, form: Form, told: set[fx.Node]) -> Limits | None:
     Raises:
         RefusedError: it keeps some and drops others, by a rule that the op does not have.
     """
-    given = [leaf for leaf in found.leaves if _is_wide(found, leaf)]
+    given = [leaf for leaf in found.leaves if found.entry.vocab in axes_of(found.leaves[leaf])]
     if given:
         return None
     vocab = _vocab(found)
@@ -112,10 +112,6 @@ def _only(fitting: list[Limits], trial: Trial) -> Limits | None:
             break
         fitting = [each for each in fitting if probe.fits(each)] or fitting
     return next(iter(fitting), None)
-
-
-def _is_wide(found: Excerpt, leaf: fx.Node) -> bool:
-    return found.entry.vocab in axes_of(found.leaves[leaf])
 
 
 def _vocab(found: Excerpt) -> int | None:
@@ -253,11 +249,7 @@ def _picks_any(found: Excerpt) -> bool:
 
 
 def _check_unlike(order: Order, vocab: int) -> None:
-    """Refuse what keeps the likeliest tokens by another rule.
-
-    Raises:
-        RefusedError: it does.
-    """
+    """Refuse what keeps the likeliest tokens by another rule."""
     if order.keeps_all or vocab < LEAST_MISSED:
         return
     raise RefusedError(

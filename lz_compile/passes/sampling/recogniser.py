@@ -25,8 +25,7 @@ from lz_compile.passes.sampling.excerpt import Affected, Excerpt, excerpt
 from lz_compile.passes.sampling.filters import OP, SOFTMAXES, Filter, FilterReader, softmax_input
 from lz_compile.passes.sampling.kept import Limits
 from lz_compile.passes.sampling.logit_processors import logit_processors_of
-from lz_compile.passes.sampling.masked import masked_softmax
-from lz_compile.passes.sampling.sorted_draws import sorted_draw
+from lz_compile.passes.sampling.unfiltered import masked_softmax, sorted_draw
 from lz_compile.passes.sampling.verbatim import check_repeatable
 
 
@@ -86,11 +85,7 @@ class _Matcher:
             raise RefusedError("OPERANDS_UNKNOWN", f"it also reads {other.name}", "compute that before")
 
     def _core(self, found: Excerpt, exit_: fx.Node) -> Core:
-        """What becomes superfluous.
-
-        Raises:
-            RefusedError: it may not.
-        """
+        """What becomes superfluous; RefusedError where it may not."""
         effects, nodes = self.effects, list(found.core)
         for node in [each for each in nodes if self._is_softmax_for_others(each, set(nodes))]:
             nodes.remove(node)

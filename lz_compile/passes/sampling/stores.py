@@ -241,7 +241,7 @@ class _Memory:
             node = readers[0][2]
             if node is target:
                 own.append(heapq.heappop(readers))
-            elif self._is_gone(node):
+            elif node in self._tensors and self._tensors[node].value is not node:
                 heapq.heappop(readers)
             else:
                 last = -readers[0][0]
@@ -249,10 +249,6 @@ class _Memory:
         for each in own:
             heapq.heappush(readers, each)
         return last
-
-    def _is_gone(self, node: fx.Node) -> bool:
-        """Whether another value is read in the place of a node from here on."""
-        return node in self._tensors and self._tensors[node].value is not node
 
 
 def _names(effects: Effects, node: fx.Node) -> set[Any]:

@@ -12,8 +12,9 @@ from lz_compile.lowering.kernels.sampling import open_ties
 from lz_compile.passes.formula.axes import Axis
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import is_symbolic, tensor_of, value_of
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.proof.resize import resized, whole
-from lz_compile.passes.proof.subgraph import Subgraph, needed
+from lz_compile.passes.proof.subgraph import Subgraph
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.sampling.excerpt import Excerpt
 

@@ -21,11 +21,11 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.purity import refuse_transformed
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.view import where_of
 from lz_compile.passes.rewriting.core import wants_grad
 from lz_compile.passes.rewriting.driver import Outcome
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
-from lz_compile.passes.rewriting.op_calls import CallEmitter, op_calls
+from lz_compile.passes.rewriting.op_calls import CallEmitter, arguments_of, op_calls
 
 _OP = "scan"
 _ERASING = "S[k,v] <- decay S[k,v] + left[k] (right[v] - sum over k' of erase[k'] S[k',v])"
@@ -43,17 +43,11 @@ def _match(node: fx.Node, effects: Effects) -> Match:
     Raises:
         RefusedError: its results are not taken apart, it is mapped over a dimension, or an operand is overwritten.
     """
-    arguments: dict[str, Any] = (
-        dict(zip((*Operands.names, "out_dtype", "state_dtype"), node.args, strict=False)) | node.kwargs
-    )
-    given: dict[str, fx.Node] = {
-        name: each for name in Operands.names if isinstance(each := arguments.get(name), fx.Node)
-    }
+    given, tensors, named = arguments_of(node, Operands, "out_dtype", "state_dtype")
     outputs = _outputs(node, effects, given)
-    tensors = {name: tensor for name, each in given.items() if (tensor := tensor_of(each)) is not None}
     x = Operands(**tensors)
     wide = torch.promote_types(scan_op.common_dtype(x), torch.float32)
-    attrs = ScanAttrs("after", "erase" in given, wide, arguments["out_dtype"], arguments["state_dtype"])
+    attrs = ScanAttrs("after", "erase" in given, wide, named["out_dtype"], named["state_dtype"])
     axes = {letter: Axis(as_size(size)) for letter, size in scan_op.sizes_of(x).by_dim().items()}
     scales = _scales(given, axes["K"])
     inputs = {

@@ -6,7 +6,7 @@ conditions is run as it is written, with NaN there, once for each way in which t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
 from types import MappingProxyType
@@ -61,7 +61,7 @@ def _dropped_read(form: StepForm, read: Read, states: Sequence[fx.Node]) -> Inde
 def _dropped(form: StepForm, factor: IndexSum, node: fx.Node, states: Sequence[fx.Node]) -> IndexSum | None:
     """Where a factor of states vanishes, and the value of ``node`` is none of NaN although the states are."""
     dropped = IndexSum(factor.dims, {})
-    for held in _vanishing(factor):
+    for held in (held for held in ways_of(masks_of([factor])) if not mapped(factor, partial(where_held, held)).terms):
         if not bool(poisoned(form, node, held, states).isnan().any()):
             dropped = dropped.plus(_indicator(factor.dims, masks_of([factor]), held))
     return dropped if dropped.terms else None
@@ -116,11 +116,6 @@ def _alone(whole: IndexSum, atom: Atom) -> IndexSum:
     """A factor of some products of a sum, without the others."""
     found = (subterm(term, [each for each in term.factors if each.atom == atom]) for term in whole.terms)
     return IndexSum(whole.dims, dict.fromkeys((term for term in found if term.factors), 1.0))
-
-
-def _vanishing(factor: IndexSum) -> Iterator[Mapping[Atom, bool]]:
-    """The ways in which the conditions of a factor may hold that leave nothing of it."""
-    return (held for held in ways_of(masks_of([factor])) if not mapped(factor, partial(where_held, held)).terms)
 
 
 def _indicator(dims: Dims, masks: frozenset[Factor], held: Mapping[Atom, bool]) -> IndexSum:

@@ -10,6 +10,7 @@ A dimension may be the product of several indices (``[b, h, (k v)]``), and one o
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -73,7 +74,7 @@ class IndexSum:
     @property
     def shape(self) -> tuple[int, ...]:
         """The extents of the dimensions."""
-        return tuple(_product(dim) for dim in self.dims)
+        return tuple(math.prod(dim) for dim in self.dims)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -234,7 +235,7 @@ class IndexSum:
             cut: list[int] = []
             for index, size in zip(dim, own, strict=True):
                 run: list[int] = []
-                while _product(sizes[position] for position in run) < size:
+                while math.prod(sizes[position] for position in run) < size:
                     run.append(queue.pop(0)[0])
                 runs[index] = tuple(run)
                 cut.extend(sizes[position] for position in run)
@@ -364,13 +365,6 @@ def _flat(runs: Iterable[Iterable[int]]) -> tuple[int, ...]:
 
 def _count(dims: Dims) -> int:
     return sum(map(len, dims))
-
-
-def _product(sizes: Iterable[int]) -> int:
-    total = 1
-    for size in sizes:
-        total *= size
-    return total
 
 
 def mapped(whole: IndexSum, change: Callable[[Term], Term | None]) -> IndexSum:

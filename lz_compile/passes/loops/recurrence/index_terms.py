@@ -7,8 +7,11 @@ be taken for another one.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import and_
 from typing import Literal, TypeAlias
 
 Kind: TypeAlias = Literal["state", "given", "mask", "identity"]
@@ -145,3 +148,13 @@ def subterm(term: Term, factors: Iterable[Factor], named: Mapping[int, int] | No
     place = {index: -1 - position for position, index in enumerate(inner)}
     moved = [Factor(each.atom, tuple(named.get(i, place.get(i, i)) for i in each.indices)) for each in factors]
     return normal_term(moved, [term.bound[-1 - index] for index in inner])[0]
+
+
+def common(*products: Iterable[Factor]) -> list[Factor]:
+    """The factors that all products have, as often as all of them do."""
+    return [*reduce(and_, map(Counter, products)).elements()]
+
+
+def others(product: Iterable[Factor], gone: Iterable[Factor]) -> tuple[Factor, ...]:
+    """The factors of a product without some of them."""
+    return (*(Counter(product) - Counter(gone)).elements(),)

@@ -7,6 +7,7 @@ may be NaN.
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum, mapped
-from lz_compile.passes.loops.recurrence.index_terms import IDENTITY, Atom, Factor, Term
+from lz_compile.passes.loops.recurrence.index_terms import IDENTITY, Atom, Factor, Term, common
 
 #: A sum with more masks than this is computed as it is written.
 MAX_MASKS = 4
@@ -41,10 +42,6 @@ class Source:
         return list(self.value.shape[int(self.over_time) :] if self.shape is None else self.shape)
 
 
-def _itself(number: int) -> Any:
-    return number
-
-
 @dataclass(frozen=True)
 class Values:
     """Computes sums.
@@ -61,7 +58,7 @@ class Values:
     sizes: Mapping[int, int]
     dtype: torch.dtype
     like: Any
-    extent: Callable[[int], Any] = _itself
+    extent: Callable[[int], Any] = lambda number: number
 
     def of(self, whole: IndexSum, groups: Sequence[Sequence[int]], leak: IndexSum | None = None) -> Any:
         """The sum as a tensor with one dimension for each group of free indices (or :data:`TIME`).
@@ -83,7 +80,7 @@ class Values:
         if any(index in full and index not in own and index != TIME for index in order):
             value = value.expand(lengths)
         given = dict(zip(order, lengths, strict=True))
-        return value.reshape([_product(given[index] for index in group) for group in groups])
+        return value.reshape([math.prod(given[index] for index in group) for group in groups])
 
     def _length(self, value: Any, place: int, index: int, is_full: bool) -> Any:
         """The size of one dimension, with all elements where ``is_full``."""
@@ -103,7 +100,7 @@ class Values:
         if mask is not None:
             held = self._factor(mask, (), order)
             held = held if held.dtype == torch.bool else held != 0
-            there = mapped(whole, lambda term: _without(term, mask))
+            there = mapped(whole, lambda term: term.without([mask]) if mask in term.factors else term)
             gone = mapped(whole, lambda term: None if mask in term.factors else term)
             one = self._sum(there, order, (*chosen, held) if _multiplies(there) else ())
             other = self._sum(gone, order, (*chosen, ~held) if _multiplies(gone) else ())
@@ -203,23 +200,6 @@ def _multiplies(whole: IndexSum) -> bool:
     return any(len(term.of("given")) > 1 for term in whole.terms)
 
 
-def _without(term: Term, factor: Factor) -> Term:
-    return term.without([factor]) if factor in term.factors else term
-
-
 def _shared(whole: IndexSum) -> list[Factor]:
     """The factors of every product, other than those that are summed over."""
-    first, *others = whole.terms
-    left = [each for each in first.factors if min(each.indices, default=0) >= 0]
-    for term in others:
-        own, kept = list(term.factors), []
-        for factor in left:
-            if factor in own:
-                own.remove(factor)
-                kept.append(factor)
-        left = kept
-    return left
-
-
-def _product(sizes: Iterable[Any]) -> Any:
-    return reduce(operator.mul, sizes, 1)
+    return [each for each in common(*(term.factors for term in whole.terms)) if min(each.indices, default=0) >= 0]

@@ -15,11 +15,11 @@ import torch
 from torch import fx
 
 from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.walks import needed, reached
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_homes import FREE
 from lz_compile.passes.loops.recurrence.step_rules import moves_only
 from lz_compile.passes.loops.recurrence.transition import Transition, transition_of
-from lz_compile.passes.proof.subgraph import needed
 
 aten = torch.ops.aten
 
@@ -166,7 +166,7 @@ class _Planner:
             RefusedError: it has none that is known.
         """
         transition_of(self.form, component, ())
-        wanted = self._affine(component)
+        wanted = self._edge(component, self.form.values)
         best = tuple(dict.fromkeys(self._best(component, node) for node in wanted))
         options = [best, tuple(wanted), *self._whole(component, wanted)]
         refused: RefusedError | None = None
@@ -207,24 +207,14 @@ class _Planner:
             return None
         return (option, vector) if vector.reads[0].query is None else None
 
-    def _affine(self, component: int) -> list[fx.Node]:
-        """The last values that have a form, of those that others need."""
-        return self._edge(component, self.form.values)
-
     def _edge(self, component: int, known: Container[fx.Node]) -> list[fx.Node]:
         """The values that are ``known`` from which those follow that others need, the nearest first."""
-        found: dict[fx.Node, None] = {}
-        queue, seen = list(self.requested[component]), set[fx.Node]()
-        while queue:
-            node = queue.pop(0)
-            if node in seen or self.form.home[node] != component:
-                continue
-            seen.add(node)
-            if node in known:
-                found[node] = None
-            else:
-                queue.extend(node.all_input_nodes)
-        return list(found)
+
+        def own(nodes: Iterable[fx.Node]) -> Iterable[fx.Node]:
+            return (node for node in nodes if self.form.home[node] == component)
+
+        found = reached(own(self.requested[component]), lambda node: () if node in known else own(node.all_input_nodes))
+        return [node for node in found if node in known]
 
     def _best(self, component: int, node: fx.Node) -> fx.Node:
         """The earliest value from which ``node`` follows without the state, and which is a read without a summand."""
@@ -266,17 +256,15 @@ class _Planner:
 
     def _follow(self, component: int, nodes: Iterable[fx.Node], edge: set[fx.Node]) -> set[fx.Node]:
         """Note what else is needed to compute these from the values at the edge; those of them that are."""
-        queue, seen = list(nodes), set[fx.Node]()
-        while queue:
-            node = queue.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if node not in edge and self.form.home[node] == component:
-                queue.extend(node.all_input_nodes)
-            elif node not in edge:
+
+        def is_inner(node: fx.Node) -> bool:
+            return node not in edge and self.form.home[node] == component
+
+        seen = [*reached(nodes, lambda node: node.all_input_nodes if is_inner(node) else ())]
+        for node in seen:
+            if node not in edge and not is_inner(node):
                 self._need(node)
-        return seen & edge
+        return edge.intersection(seen)
 
     # ---- what is in a part ----------------------------------------------------------------------------------------
 

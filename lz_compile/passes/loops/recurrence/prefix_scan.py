@@ -24,9 +24,10 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, where_of
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
 from lz_compile.passes.proof.agreement import agree
-from lz_compile.passes.proof.subgraph import Subgraph, needed
+from lz_compile.passes.proof.subgraph import Subgraph
 
 _ARITHMETIC = frozenset({"add", "sub", "mul", "neg", "addcmul"})
 _SLICES = frozenset({"slice", "getitem", "narrow", "select"})

@@ -27,6 +27,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, dims_of
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
 
@@ -95,7 +96,8 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
     own = effects.calls.get(around.decay)
     runs = own is not None and own.name == ("cumprod" if around.is_product else "cumsum")
     is_own = runs and own is not None and _dim(own) in (dim, dim - tensor.dim()) and own.get("dtype") is None
-    core = _core(effects, output, {around.drive, around.decay})
+    given = {around.drive, around.decay}
+    core = tuple(needed([output], given, lambda node: (x for x in node.all_input_nodes if tensor_of(x) is not None)))
     if is_own and set(around.decay.users) <= set(core):
         core, decay = (around.decay, *core), own.input  # type: ignore[union-attr]  # it is a call
     else:
@@ -164,11 +166,7 @@ def _expressed(effects: Effects, node: fx.Node, known: Mapping[fx.Node, sympy.Sy
 
 
 def _output(effects: Effects, call: Call, around: _Around) -> fx.Node | None:
-    """What the states of all steps are in.
-
-    Raises:
-        RefusedError: their logarithms are read.
-    """
+    """What the states of all steps are in; RefusedError where their logarithms are read."""
     known = {call.node: _SUM, around.decay: _DECAY}
     level, seen = [call.node], {call.node}
     for _ in range(_NEAR):
@@ -188,23 +186,8 @@ def _is_plain(effects: Effects, node: fx.Node) -> bool:
     return call is not None and tensor is not None and is_pointwise(call) and not call.is_inplace
 
 
-def _core(effects: Effects, output: fx.Node, given: set[fx.Node]) -> tuple[fx.Node, ...]:
-    """All that is computed between what is given and the states, in graph order."""
-    found, queue = {output}, [output]
-    while queue:
-        for operand in queue.pop().all_input_nodes:
-            if operand not in given and operand not in found and tensor_of(operand) is not None:
-                found.add(operand)
-                queue.append(operand)
-    return tuple(sorted(found, key=effects.position.__getitem__))
-
-
 def _exponential(total: fx.Node, effects: Effects) -> fx.Node:
-    """The only reader of the states' logarithms.
-
-    Raises:
-        RefusedError: there are others.
-    """
+    """The only reader of the states' logarithms; RefusedError where there are others."""
     users = [user for user in total.users if user.users or user.op == "output"]
     calls = {user: effects.calls.get(user) for user in users}
     others = [user for user, call in calls.items() if call is None or call.name != "exp" or call.is_inplace]

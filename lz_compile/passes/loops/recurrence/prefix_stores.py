@@ -23,25 +23,14 @@ from lz_compile.passes.formula.layout import stride_order
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of
+from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.loops.recurrence.sweep_proof import Region, Sweep, proven
 from lz_compile.passes.loops.roll.step_graph import Emitter
 from lz_compile.passes.rewriting.core import wants_grad
 
 _VIEWS = frozenset(
-    {
-        "view",
-        "reshape",
-        "transpose",
-        "permute",
-        "movedim",
-        "swapaxes",
-        "slice",
-        "getitem",
-        "narrow",
-        "select",
-        "unsqueeze",
-    }
-    | {"squeeze", "flatten", "unflatten", "expand", "flip", "t", "contiguous", "clone"}
+    "view reshape transpose permute movedim swapaxes slice getitem narrow select unsqueeze squeeze flatten unflatten expand "
+    "flip t contiguous clone".split()
 )
 _WRITES = frozenset({"setitem", "copy", "copy_"})
 #: A sweep up and down over 16 steps is a dozen writes; fewer are other business.
@@ -140,7 +129,7 @@ class _Memory:
             is_read = call is not None and (
                 is_pointwise(call) or call.name in _VIEWS | _WRITES or _target(node) is not None
             )
-            if not is_inside and not (is_read and any(self._is_sweep(each) for each in _family(node))):
+            if not is_inside and not (is_read and any(self._is_sweep(each) for each in reached([node], most=32))):
                 found.given.add(node)
                 continue
             if not is_read:
@@ -200,15 +189,6 @@ def _target(node: fx.Node) -> fx.Node | None:
 def _name(node: fx.Node) -> str:
     call = read(node)
     return "" if call is None else call.name
-
-
-def _family(node: fx.Node) -> list[fx.Node]:
-    """A call and everything that it is computed from, but for what is far away."""
-    found, stack = [node], list(node.all_input_nodes)
-    while stack and len(found) < 32:
-        found.append(stack.pop())
-        stack += found[-1].all_input_nodes
-    return found
 
 
 # ---- rewriting -------------------------------------------------------------------------------------------------------

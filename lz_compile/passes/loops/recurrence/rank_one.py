@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, mapped
-from lz_compile.passes.loops.recurrence.index_terms import Factor, Term
+from lz_compile.passes.loops.recurrence.index_terms import Factor, Term, common, others
 
 #: A number times two products of disjoint indices.
 Product: TypeAlias = "tuple[Term, Term, float]"
@@ -51,9 +51,10 @@ def paired(
             if other_core != core:
                 continue
             left.remove(candidate)
-            common, more, others = _shared(factors, other_factors)
-            whole = _times(core, common, other_scale)
-            found.append((whole, _times(candidate[1], others, 1.0), _times(erase, more, -scale / other_scale)))
+            shared = common(factors, other_factors)
+            whole = _times(core, shared, other_scale)
+            written = _times(candidate[1], others(other_factors, shared), 1.0)
+            found.append((whole, written, _times(erase, others(factors, shared), -scale / other_scale)))
             break
         else:
             found.append((under, None, erase.scaled(-1)))
@@ -63,34 +64,12 @@ def paired(
 def _content(whole: IndexSum, keys: frozenset[int]) -> tuple[float, tuple[Factor, ...], IndexSum]:
     """A number and the factors without keys that all products share, and what is left."""
     terms = sorted(whole.terms, key=lambda term: (term.factors, term.bound))
-    shared = list(terms[0].factors)
-    for term in terms[1:]:
-        own, common = list(term.factors), []
-        for factor in shared:
-            if factor in own:
-                own.remove(factor)
-                common.append(factor)
-        shared = common
+    shared = common(*(term.factors for term in terms))
     outside = [each for each in shared if min(each.indices, default=0) >= 0 and not keys & set(each.indices)]
     core = mapped(whole, lambda term: term.without(outside))
     lead = core.terms[min(core.terms, key=lambda term: (term.factors, term.bound))]
     return lead, tuple(outside), core.scaled(1 / lead)
 
 
-def _shared(
-    one: Sequence[Factor], other: Sequence[Factor]
-) -> tuple[tuple[Factor, ...], tuple[Factor, ...], tuple[Factor, ...]]:
-    """What both have, what only the first has, and what only the second has."""
-    common, rest = [], list(other)
-    for factor in one:
-        if factor in rest:
-            rest.remove(factor)
-            common.append(factor)
-    more = list(one)
-    for factor in common:
-        more.remove(factor)
-    return tuple(common), tuple(more), tuple(rest)
-
-
-def _times(whole: IndexSum, factors: tuple[Factor, ...], number: float) -> IndexSum:
-    return mapped(whole, lambda term: Term(term.factors + factors, term.bound)).scaled(number)
+def _times(whole: IndexSum, factors: Sequence[Factor], number: float) -> IndexSum:
+    return mapped(whole, lambda term: Term((*term.factors, *factors), term.bound)).scaled(number)

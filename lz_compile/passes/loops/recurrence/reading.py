@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,13 +10,15 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import as_size
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import value_of
-from lz_compile.passes.loops.recurrence.indicators import indicators_of, is_indicator
+from lz_compile.passes.graph.view import is_boolean, read, tensor_of, value_of
+from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.loops.recurrence.plan import Plan, plan_of
 from lz_compile.passes.loops.recurrence.step_form import read_step
-from lz_compile.passes.loops.recurrence.step_trace import ScanCall, trace_step
+from lz_compile.passes.loops.recurrence.step_trace import ScanCall, Step, trace_step
 
 
 @dataclass
@@ -66,3 +69,35 @@ def _written(body: fx.GraphModule) -> list[str]:
         target = "" if node.op == "placeholder" else node.target
         lines.append(f"{name} {node.op} {target} {arguments}")
     return lines
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+
+_JOINS = frozenset({"stack", "cat", "getitem", "select", "unbind", "split", "chunk", "flip", "narrow"})
+_CASTS = frozenset({"float", "double", "half", "bfloat16", "to", "type", "type_as", "_to_copy"})
+
+
+def indicators_of(call: ScanCall, step: Step) -> frozenset[fx.Node]:
+    """The inputs of the step that are casts of truth values, however they were moved about since."""
+    pairs = zip((*step.slices, *step.given), (*call.xs, *call.given), strict=True)
+    return frozenset(inner for inner, outer in pairs if is_indicator(outer))
+
+
+def is_indicator(node: fx.Node) -> bool:
+    """Whether a tensor of numbers is made of truth values alone."""
+    if tensor_of(node) is None or is_boolean(node):
+        return False
+    made = reached([node], lambda each: [] if is_boolean(each) else _moved(each))
+    return all(is_boolean(each) or _moved(each) for each in made)
+
+
+def _moved(node: fx.Node) -> Sequence[fx.Node]:
+    """What a call moves about or casts, and does nothing else with; nothing for others."""
+    call = read(node)
+    if call is None or call.is_inplace:
+        return []
+    operands = call.arguments.get("tensors", call.input) if call.name in ("stack", "cat") else call.input
+    operands = operands if isinstance(operands, (list, tuple)) else [operands]
+    moves = layout.rearranges(call) or is_cast(call) or call.name in _JOINS | _CASTS
+    return operands if moves and all(isinstance(each, fx.Node) for each in operands) else []

@@ -211,7 +211,7 @@ class _Cutter:
                 continue
             for span in spans:
                 part = self._parts[span] = graph.placeholder(f"{node.name}_{span[0]}")
-                part.meta["val"] = node.meta["val"].narrow(self.dim, *_length(span)).contiguous()
+                part.meta["val"] = node.meta["val"].narrow(self.dim, span[0], span[1] - span[0]).contiguous()
         for node in self.step.graph.nodes:
             if node.op == "call_function":
                 self._copies[node] = self._copied(node)
@@ -301,7 +301,3 @@ def _is_pointwise(node: fx.Node) -> bool:
 
 def _is_piece(node: fx.Node) -> bool:
     return getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[1], int)
-
-
-def _length(span: tuple[int, int]) -> tuple[int, int]:
-    return span[0], span[1] - span[0]

@@ -6,19 +6,26 @@ tried is kept only where a kernel can run more of the loop then.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from lz_compile.passes.graph.modes import Ambient
+import torch
+from torch import fx
+
+from lz_compile.passes.graph.modes import Ambient, faking
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.batched import Around
-from lz_compile.passes.loops.recurrence.coupled_states import coupled, stack_states
 from lz_compile.passes.loops.recurrence.plan import Plan
 from lz_compile.passes.loops.recurrence.reading import Readings
-from lz_compile.passes.loops.recurrence.rebuilt_scan import Rebuilt, Rewritten, rebuild
+from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, Rebuilt, Rewritten, rebuild
 from lz_compile.passes.loops.recurrence.state_parts import split_states
-from lz_compile.passes.loops.recurrence.step_trace import ScanCall, trace_step
+from lz_compile.passes.loops.recurrence.step_form import StepForm
+from lz_compile.passes.loops.recurrence.step_homes import insert
+from lz_compile.passes.loops.recurrence.step_trace import ScanCall, is_filled, trace_step, traced
+from lz_compile.passes.proof.subgraph import Subgraph
 
 #: Changes of states that are tried one after the other.
 _MOST_CHANGES = 4
@@ -108,3 +115,138 @@ def _joined(current: Restated, around: Around) -> Rewritten | None:
     plan = current.plan
     states = None if plan is None or plan.form.step.sizes.symbols else coupled(plan.form)
     return None if plan is None or states is None else stack_states(current.call, plan.form, states, around)
+
+
+# ---- states that depend on each other --------------------------------------------------------------------------------
+# States that depend on each other, and are affine together, as one state with one more index.
+# ``h, p = a h + b p + x, h`` is a recurrence of the pair: its transition is a small matrix. Stacked, every state keeps its
+# own factor, and reads each of the others by a rank-one term: what kernels run. Rotations (complex states as pairs of real
+# numbers), recurrences of second order, momentum with a spring and states that change places are of this kind.
+
+
+aten = torch.ops.aten
+#: More states than this have more rank-one terms than kernels take.
+_MOST_STATES = 3
+
+
+def coupled(form: StepForm) -> tuple[int, ...] | None:
+    """The first component of several states that are affine and of one kind; None where there is none."""
+    for states in form.components:
+        if not 1 < len(states) <= _MOST_STATES:
+            continue
+        values = [form.step.states[state].meta["val"] for state in states]
+        kinds = {(value.dtype, value.device, tuple(value.shape)) for value in values}
+        is_affine = all(form.step.carried[state] in form.values for state in states)
+        if len(kinds) == 1 and values[0].is_floating_point() and is_affine:
+            return states
+    return None
+
+
+def stack_states(call: ScanCall, form: StepForm, states: tuple[int, ...], around: Around) -> Rewritten:
+    """The step with these states as one, ``[number of states, ...]``, which comes first."""
+    others = [i for i in range(len(call.init)) if i not in states]
+    init = _stacked(call, states, around)
+    units = [_unit(around, place, len(states), known_tensor(call.init[states[0]])) for place in range(len(states))]
+
+    def final(picked: Sequence[fx.Node]) -> list[fx.Node]:
+        parts = [around.call(aten.select.int, picked[0], 0, place) for place in range(len(states))]
+        copies = [around.call(aten.clone.default, part, **CONTIGUOUS) for part in parts]  # each in memory of its own
+        found = dict(zip(states, copies, strict=True))
+        found.update(zip(others, picked[1:], strict=True))
+        return [found[state] for state in range(len(call.init))]
+
+    graph = _Stacking(form, states, others, around).graph()
+    return Rewritten(graph, (init, *(call.init[i] for i in others)), tuple(units), final)
+
+
+def _stacked(call: ScanCall, states: Sequence[int], around: Around) -> fx.Node:
+    nodes = [call.init[state] for state in states]
+    like = known_tensor(nodes[0])
+    if all(is_filled(node, 0) for node in nodes):
+        kind = {"dtype": like.dtype, "device": like.device}
+        return around.call(aten.full.default, [len(states), *like.shape], 0, **kind)
+    return around.call(aten.stack.default, nodes)
+
+
+def _unit(around: Around, place: int, count: int, like: torch.Tensor) -> fx.Node:
+    """One at a state's place, and zero at the others: ``[number of states, 1, ...]``."""
+    kind = {"dtype": like.dtype, "device": like.device}
+    unit = around.call(aten.select.int, around.call(aten.eye.default, count, **kind), 0, place)
+    unit._rename(f"unit_{place}")  # reports name operands so
+    return around.call(aten.reshape.default, unit, [count, *(1,) * like.dim()])
+
+
+class _Stacking:
+    """Builds the step over stacked states."""
+
+    def __init__(self, form: StepForm, states: Sequence[int], others: Sequence[int], around: Around) -> None:
+        self.form, self.step = form, form.step
+        self.states, self.others, self.around = states, others, around
+        self._graph = fx.Graph()
+
+    def graph(self) -> fx.Graph:
+        """``(stacked, *others, *slices, *given, *units) -> [stacked, *others, *results]``."""
+        step, graph = self.step, self._graph
+        like = step.states[self.states[0]].meta["val"]
+        whole = self._placeholder("stacked", lambda: like.new_empty((len(self.states), *like.shape)))
+        known: dict[fx.Node, fx.Node] = {}
+        for node in (*(step.states[i] for i in self.others), *step.slices, *step.given):
+            known[node] = self._placeholder(node.name, node.meta["val"])
+        one = (len(self.states), *(1,) * like.dim())
+        units = [self._placeholder(f"unit_{i}", lambda: like.new_empty(one)) for i in range(len(self.states))]
+        known.update(zip((step.states[i] for i in self.states), self._entries(whole, units), strict=True))
+        new = self._advanced(whole, known, units)
+        entries = dict(zip((step.carried[i] for i in self.states), self._entries(new, units), strict=True))
+        for node in step.graph.nodes:
+            if node.op == "call_function":
+                known[node] = entries[node] if node in entries else graph.node_copy(node, known.__getitem__)
+        graph.output([new, *(known[step.carried[i]] for i in self.others), *map(known.__getitem__, step.results)])
+        graph.eliminate_dead_code()
+        return graph
+
+    def _placeholder(self, name: str, value: Any) -> fx.Node:
+        node = self._graph.placeholder(name)
+        if callable(value) and not isinstance(value, torch.Tensor):
+            with faking(self.around.mode), torch.no_grad():
+                value = value()
+        node.meta["val"] = value
+        return node
+
+    def _entries(self, whole: fx.Node, units: Sequence[fx.Node]) -> list[fx.Node]:
+        """Every state, as a sum over all of them in which the others count nothing."""
+        products = [insert(self._graph, aten.mul.Tensor, (unit, whole)) for unit in units]
+        return [insert(self._graph, aten.sum.dim_IntList, (product, [0])) for product in products]
+
+    def _advanced(self, whole: fx.Node, known: Mapping[fx.Node, fx.Node], units: Sequence[fx.Node]) -> fx.Node:
+        """The states after the step; each sees itself in its place, so that it has a factor of its own."""
+        total: fx.Node | None = None
+        for unit, state in zip(units, self.states, strict=True):
+            own = self.step.states[state]
+            advanced = self._inserted(self.step.carried[state], own, {**known, own: whole})
+            product = insert(self._graph, aten.mul.Tensor, (unit, advanced))
+            total = product if total is None else insert(self._graph, aten.add.Tensor, (total, product))
+        assert total is not None, "there are several states"
+        return total
+
+    def _inserted(self, wanted: fx.Node, own: fx.Node, known: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        """One state after the step, for all places of its own value at once."""
+        nodes = needed([wanted], ())
+        inputs = [node for node in nodes if node.op == "placeholder"]
+        if own not in inputs:
+            return self._copied(nodes, wanted, known)
+        calls = tuple(node for node in nodes if node.op != "placeholder")
+        advance, _ = Subgraph(inputs=dict.fromkeys(inputs, ()), nodes=calls, outputs=(wanted,)).module()
+        step: Callable[..., Any] = torch.vmap(advance, in_dims=tuple(0 if node is own else None for node in inputs))
+        values = [known[node].meta["val"] for node in inputs]
+        module = traced(step, values, self.around.ambient, self.around.mode)
+        outer = dict(zip(module.graph.find_nodes(op="placeholder"), map(known.__getitem__, inputs), strict=True))
+        inner = [node for node in module.graph.nodes if node.op in ("call_function", "placeholder")]
+        (advanced,) = module.graph.output_node().all_input_nodes
+        return self._copied(inner, advanced, outer)
+
+    def _copied(self, nodes: Sequence[fx.Node], wanted: fx.Node, known: Mapping[fx.Node, fx.Node]) -> fx.Node:
+        copies = dict(known)
+        for node in nodes:
+            if node not in copies:
+                copies[node] = self._graph.node_copy(node, copies.__getitem__)
+        return copies[wanted]

@@ -11,13 +11,13 @@ from torch import fx
 from lz_compile.ground.isolation import isolated
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum
 from lz_compile.passes.loops.recurrence.index_terms import Atom
 from lz_compile.passes.loops.recurrence.index_values import Source, Values
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.transition import Transition
 from lz_compile.passes.proof.running import run
-from lz_compile.passes.proof.subgraph import needed
 
 #: States with more elements than this are left to the proof of the rewrite.
 _LARGEST = 1 << 22

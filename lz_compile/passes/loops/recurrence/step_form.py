@@ -7,15 +7,17 @@ one. What earlier components give is a tensor there like any other, and so is wh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
 from lz_compile.passes.graph.modules import told
-from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, as_sum, dims_of
+from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, dims_of
 from lz_compile.passes.loops.recurrence.index_terms import Atom, Factor, UnreadableError
 from lz_compile.passes.loops.recurrence.step_homes import FREE, homes, is_delay, is_tensor, prepare
 from lz_compile.passes.loops.recurrence.step_rules import (
@@ -27,7 +29,6 @@ from lz_compile.passes.loops.recurrence.step_rules import (
     shape_of,
 )
 from lz_compile.passes.loops.recurrence.step_trace import Step
-from lz_compile.passes.proof.subgraph import needed
 
 aten = torch.ops.aten
 _STORAGE = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "implicit"})
@@ -209,7 +210,7 @@ class _Reader:
             raise UnreadableError(f"{name} of {self._source(node)}" if is_state else name)
         if node.name in self.multiples:
             raise UnreadableError(f"{name} has a symbolic size as a factor")
-        arguments = self._named(node)
+        arguments = self._arguments(node, partial(self._operand, node))
         try:
             value = rule(node, *arguments[0], **arguments[1])
         except (TypeError, UnreadableError) as error:
@@ -228,23 +229,24 @@ class _Reader:
             raise UnreadableError(f"{name} of {self._source(node)} with itself")
         return value
 
-    def _named(self, node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self, node: fx.Node, read: Callable[[fx.Node], IndexSum]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with sums in the place of tensors, without those that say only where and how to store."""
-        args = tuple(self._argument(node, each) for each in node.args)
-        kwargs = {name: self._argument(node, each) for name, each in node.kwargs.items() if name not in _STORAGE}
-        return args, kwargs
 
-    def _argument(self, node: fx.Node, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [self._argument(node, each) for each in value]
-        if not is_tensor(value):
-            return value
-        if self.home[value] not in (FREE, self.home[node]):
+        def argument(value: Any) -> Any:
+            if isinstance(value, (list, tuple)):
+                return [argument(each) for each in value]
+            return read(value) if is_tensor(value) else value
+
+        kwargs = {name: argument(each) for name, each in node.kwargs.items() if name not in _STORAGE}
+        return tuple(map(argument, node.args)), kwargs
+
+    def _operand(self, reader: fx.Node, value: fx.Node) -> IndexSum:
+        if self.home[value] not in (FREE, self.home[reader]):
             return self._outer(value)
         found = self.values.get(value)
         if found is None:
             raise UnreadableError(self.reasons.get(value, f"{value.name} has no form"))
-        return as_sum(found)
+        return found
 
     def _outer(self, node: fx.Node) -> IndexSum:
         """A value of an earlier component as later ones see it: what is only larger than what it is made of is no atom."""
@@ -264,18 +266,13 @@ class _Reader:
         rule = _rule(node) if node.op == "call_function" else None
         if rule is None or (is_read and size <= max(sizes, default=size)):
             raise UnreadableError("a value of its own")
-        args = tuple(self._outer_argument(each) for each in node.args)
-        kwargs = {name: self._outer_argument(each) for name, each in node.kwargs.items() if name not in _STORAGE}
+        args, kwargs = self._arguments(node, self._outer_operand)
         value = rule(node, *args, **kwargs)
         if _is_contraction(value) or cancelled(node, (args, kwargs), value):
             raise UnreadableError("a sum of its own")
         return value if value.shape == shape_of(node) else value.expanded(shape_of(node))
 
-    def _outer_argument(self, value: Any) -> Any:
-        if isinstance(value, (list, tuple)):
-            return [self._outer_argument(each) for each in value]
-        if not is_tensor(value):
-            return value
+    def _outer_operand(self, value: fx.Node) -> IndexSum:
         found = self.values.get(value) if self.home[value] == FREE else self._outer(value)
         if found is None:
             raise UnreadableError(f"{value.name} has no form")

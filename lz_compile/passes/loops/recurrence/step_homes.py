@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.fakes import faking
+from lz_compile.passes.graph.modes import faking
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.step_trace import Step
-from lz_compile.passes.proof.subgraph import needed
 
 aten = torch.ops.aten
 #: The home of what depends on no state.
@@ -57,58 +57,48 @@ def prepare(step: Step, home: Mapping[fx.Node, int]) -> bool:
     """Spell out quotients of a state, and choices between values of several components; whether there were any."""
     changed = False
     for node in list(step.graph.nodes):
-        if node.target is aten.div.Tensor and is_tensor(node.args[1]):
-            changed |= _as_product(step.graph, node, home)
-        elif node.target is aten.addcdiv.default:
-            changed |= _as_quotient(step.graph, node)
-        elif node.target is aten.where.self:
-            changed |= _as_sum_of_choices(step.graph, node, home)
+        with step.graph.inserting_before(node):
+            spelled = _spelled(step.graph, node, home)
+        if spelled is not None:
+            node.replace_all_uses_with(spelled)
+            step.graph.erase_node(node)
+            changed = True
     if changed:
         step.module.recompile()
     return changed
 
 
-def _as_quotient(graph: fx.Graph, node: fx.Node) -> bool:
-    base, one, other = node.args
-    with graph.inserting_before(node):
+def _spelled(graph: fx.Graph, node: fx.Node, home: Mapping[fx.Node, int]) -> fx.Node | None:
+    if node.target is aten.div.Tensor and is_tensor(node.args[1]):
+        return _as_product(graph, node, home)
+    if node.target is aten.addcdiv.default:
+        base, one, other = node.args
         quotient = insert(graph, aten.div.Tensor, (one, other))
-        whole = insert(graph, aten.add.Tensor, (base, quotient), {"alpha": node.kwargs.get("value", 1)})
-    node.replace_all_uses_with(whole)
-    graph.erase_node(node)
-    return True
+        return insert(graph, aten.add.Tensor, (base, quotient), {"alpha": node.kwargs.get("value", 1)})
+    return _as_sum_of_choices(graph, node, home) if node.target is aten.where.self else None
 
 
-def _as_product(graph: fx.Graph, node: fx.Node, home: Mapping[fx.Node, int]) -> bool:
+def _as_product(graph: fx.Graph, node: fx.Node, home: Mapping[fx.Node, int]) -> fx.Node | None:
     over, under = node.args
     is_state = isinstance(over, fx.Node) and home.get(over, FREE) != FREE
     assert isinstance(under, fx.Node)
     if not is_state or home[under] >= home[over] or not node.meta["val"].is_floating_point():  # type: ignore[index]
-        return False
+        return None
     dtype = node.meta["val"].dtype
-    with graph.inserting_before(node):
-        if under.meta["val"].dtype != dtype:  # a quotient is computed in the wider of both
-            under = insert(graph, aten._to_copy.default, (under,), {"dtype": dtype})
-        inverse = insert(graph, aten.reciprocal.default, (under,))
-        product = insert(graph, aten.mul.Tensor, (over, inverse))
-    node.replace_all_uses_with(product)
-    graph.erase_node(node)
-    return True
+    if under.meta["val"].dtype != dtype:  # a quotient is computed in the wider of both
+        under = insert(graph, aten._to_copy.default, (under,), {"dtype": dtype})
+    return insert(graph, aten.mul.Tensor, (over, insert(graph, aten.reciprocal.default, (under,))))
 
 
-def _as_sum_of_choices(graph: fx.Graph, node: fx.Node, home: Mapping[fx.Node, int]) -> bool:
+def _as_sum_of_choices(graph: fx.Graph, node: fx.Node, home: Mapping[fx.Node, int]) -> fx.Node | None:
     condition, one, other = node.args
     homes = {home.get(each, FREE) for each in (one, other) if isinstance(each, fx.Node)}
     if FREE in homes or len(homes) < 2 or home.get(condition, FREE) != FREE:  # type: ignore[arg-type]
-        return False
+        return None
     kind = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
-    with graph.inserting_before(node):
-        zero = insert(graph, aten.scalar_tensor.default, (0.0,), kind)
-        first = insert(graph, aten.where.self, (condition, one, zero))
-        second = insert(graph, aten.where.self, (condition, zero, other))
-        whole = insert(graph, aten.add.Tensor, (first, second))
-    node.replace_all_uses_with(whole)
-    graph.erase_node(node)
-    return True
+    zero = insert(graph, aten.scalar_tensor.default, (0.0,), kind)
+    first = insert(graph, aten.where.self, (condition, one, zero))
+    return insert(graph, aten.add.Tensor, (first, insert(graph, aten.where.self, (condition, zero, other))))
 
 
 def insert(graph: fx.Graph, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> fx.Node:

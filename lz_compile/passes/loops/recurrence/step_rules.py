@@ -55,22 +55,15 @@ def _pow(_: fx.Node, base: IndexSum, exponent: Value) -> IndexSum:
     return base.power(int(exponent))
 
 
-def _matmul(_: fx.Node, one: IndexSum, other: IndexSum) -> IndexSum:
-    return one.matmul(other)
+def _added(product: Callable[[IndexSum, IndexSum], IndexSum]) -> Rule:
+    """A product that is added to a tensor, each times a number."""
 
+    def rule(
+        _: fx.Node, base: IndexSum, one: IndexSum, other: IndexSum, *, beta: float = 1, alpha: float = 1
+    ) -> IndexSum:
+        return base.scaled(beta).plus(product(one, other), alpha)
 
-def _addmm(
-    _: fx.Node, base: IndexSum, one: IndexSum, other: IndexSum, *, beta: float = 1, alpha: float = 1
-) -> IndexSum:
-    return base.scaled(beta).plus(one.matmul(other), alpha)
-
-
-def _mv(_: fx.Node, matrix: IndexSum, vector: IndexSum) -> IndexSum:
-    return matrix.times(vector).summed([-1])
-
-
-def _addr(_: fx.Node, base: IndexSum, one: IndexSum, other: IndexSum, *, beta: float = 1, alpha: float = 1) -> IndexSum:
-    return base.scaled(beta).plus(one.unsqueezed(-1).times(other), alpha)
+    return rule
 
 
 def _sum(node: fx.Node, value: IndexSum, dims: Sequence[int] | None = None, keepdim: bool = False) -> IndexSum:
@@ -182,10 +175,10 @@ RULES: Mapping[Any, Rule] = {
     **_overloads(CHOICES),
     **dict.fromkeys((aten.div.Tensor, aten.div.Scalar), _div),
     aten.pow.Tensor_Scalar: _pow,
-    **dict.fromkeys((aten.mm.default, aten.bmm.default), _matmul),
-    **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), _addmm),
-    **dict.fromkeys((aten.mv.default, aten.dot.default), _mv),
-    aten.addr.default: _addr,
+    **dict.fromkeys((aten.mm.default, aten.bmm.default), lambda _, one, other: one.matmul(other)),
+    **dict.fromkeys((aten.addmm.default, aten.baddbmm.default), _added(IndexSum.matmul)),
+    **dict.fromkeys((aten.mv.default, aten.dot.default), lambda _, one, other: one.times(other).summed([-1])),
+    aten.addr.default: _added(lambda one, other: one.unsqueezed(-1).times(other)),
     **dict.fromkeys((aten.sum.default, aten.sum.dim_IntList), _sum),
     **dict.fromkeys((aten.mean.default, aten.mean.dim), _mean),
     **dict.fromkeys(

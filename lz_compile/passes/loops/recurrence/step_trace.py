@@ -1,7 +1,7 @@
 """One step of a scan as ATen operations without side effects, or why there is no such thing.
 
 Where sizes are symbolic, numbers stand for them (:mod:`size_placeholders`), and the operations that take sizes as arguments
-get them from operands of the step (:mod:`step_sizes`).
+get them from operands of the step (:mod:`size_placeholders`).
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from torch.utils import _pytree as pytree
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.calls import constant_value
-from lz_compile.passes.graph.fakes import faking
-from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.modes import Ambient, faking
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of, value_of
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.graph.writes import overwritten
 from lz_compile.passes.loops.recurrence.size_placeholders import (
     ATTEMPTS,
     NO_SYMBOLS,
     Place,
     SizePlaceholders,
+    check_twins,
     is_ambiguous,
+    name_sizes,
     symbolic,
+    unchanged_sizes,
 )
-from lz_compile.passes.loops.recurrence.step_sizes import check_twins, name_sizes, unchanged_sizes
-from lz_compile.passes.proof.subgraph import needed
 
 aten = torch.ops.aten
 SCAN = torch.ops.higher_order.scan
@@ -90,15 +91,11 @@ def scan_call(node: fx.Node) -> ScanCall | None:
     groups: list[tuple[Any, ...]] = [tuple(values.get(name, ())) for name in names[1:]]  # type: ignore[arg-type]
     init, xs, given = groups
     is_plain = all(tensor_of(each) is not None for each in (*init, *xs)) and all(
-        _is_tensor_or_size(each) for each in given
+        isinstance(each, fx.Node) and isinstance(value_of(each), (torch.Tensor, torch.SymInt, int)) for each in given
     )
     if not isinstance(body, fx.GraphModule) or not is_plain or not xs:
         return None
     return ScanCall(node, body, init, xs, given)
-
-
-def _is_tensor_or_size(node: Any) -> bool:
-    return isinstance(node, fx.Node) and isinstance(value_of(node), (torch.Tensor, torch.SymInt, int))
 
 
 @dataclass(frozen=True)
@@ -199,7 +196,7 @@ def _at(
                 found.append(sizes.number(as_size(value), second=second))
                 continue
             shape = [sizes.number(as_size(size), second=second) for size in value.shape]
-            strides = [_hint(stride) for stride in value.stride()]
+            strides = [stride if isinstance(stride, int) else int(stride.node.hint or 0) for stride in value.stride()]
             found.append(in_order(torch.empty, shape, strides, dtype=value.dtype, device=value.device))
     try:
         return _module(body, found, ambient, mode)
@@ -215,10 +212,6 @@ def in_order(
     order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
     whole = make([shape[dim] for dim in order], **kind)
     return whole if order == sorted(order) else whole.permute([order.index(dim) for dim in range(len(order))])
-
-
-def _hint(number: Any) -> int:
-    return number if isinstance(number, int) else int(number.node.hint or 0)
 
 
 def _numbers(body: fx.GraphModule) -> Iterator[int]:

@@ -87,7 +87,7 @@ def read_loop(steps: Steps, ambient: Ambient) -> Loop:
     if count < steps.count:
         return read_loop(replace(steps, count=count), ambient)
     collectors = _collectors(steps, uses)
-    finals = _finals(body)
+    finals = {index: slot for slot, index in body.made_by.items()}
     differentiated = steps.versions.differentiated
     graded = [use for use in uses if use.reader in differentiated and _is_attached(steps, use)]
     results: dict[Any, Result] = {
@@ -178,11 +178,6 @@ def _refuse_views(steps: Steps, uses: Sequence[Use]) -> None:
 def _is_in_step(body: Body, index: int) -> bool:
     """Whether the step computes a call; slices and what is the same in every step stay where they are."""
     return index not in body.hoisted and index not in body.cuts
-
-
-def _finals(body: Body) -> dict[int, int]:
-    """By the index of a call, the slot that holds its value at the end."""
-    return {index: slot for slot, index in body.made_by.items()}
 
 
 def _collectors(steps: Steps, uses: Sequence[Use]) -> list[Collector]:

@@ -20,14 +20,11 @@ from lz_compile.passes.formula.strides import order_in_memory
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of
-from lz_compile.passes.loops.roll.piece_writes import elements_of
+from lz_compile.passes.graph.writes import NEW
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
+from lz_compile.passes.loops.roll.slices import elements_of
 from lz_compile.passes.loops.roll.step_graph import Emitter
 
-#: Calls that make a tensor of which nobody knows another name.
-_NEW = frozenset({"empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "full_like"}) | frozenset(
-    {"new_empty", "new_zeros", "new_ones", "new_full", "empty_strided"}
-)
 #: No model fills a tensor by more parts; a loop may.
 _MOST_PARTS = 16
 
@@ -55,7 +52,7 @@ def join_parts(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     calls = [call for node in graph.nodes if (call := read(node)) is not None]
     if not any(call.name in ("setitem", "copy") for call in calls):
         return 0
-    made = [call.node for call in calls if call.name in _NEW and not call.is_inplace and call.node.users]
+    made = [call.node for call in calls if call.name in NEW and not call.is_inplace and call.node.users]
     effects = Effects(graph)
     return sum(_joined(node, effects, may_edit) for node in made)
 
@@ -112,7 +109,7 @@ def _part(write: fx.Node, target: fx.Node, new: fx.Node, tensor: torch.Tensor) -
         index, value = target.args[1], write.args[1]
     else:
         return None
-    elements, shape = elements_of(index, tensor.dim()), shape_of(tensor)
+    elements, shape = elements_of(index, tensor), shape_of(tensor)
     cuts = [] if elements is None else [(d, each) for d, each in enumerate(elements) if each != slice(None)]
     if len(cuts) != 1 or not isinstance(value, fx.Node):
         return None

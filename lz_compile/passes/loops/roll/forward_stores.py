@@ -20,23 +20,20 @@ from torch import fx
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula.layout import is_returned
-from lz_compile.passes.formula.strides import order_of, strides_matter
-from lz_compile.passes.graph.attachment import is_made_attached
+from lz_compile.passes.formula.strides import STRIDED, order_of, strides_matter
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.fakes import faking
-from lz_compile.passes.graph.gradients import has_gradient
+from lz_compile.passes.graph.gradients import has_gradient, is_made_attached
+from lz_compile.passes.graph.modes import faking
 from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, tensor_of
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.roll.piece_writes import Piece, overlap, piece_of, store_pieces
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
-from lz_compile.passes.proof.subgraph import needed
 from lz_compile.passes.rewriting.core import wants_grad
 
 #: A tensor with more readers of pieces keeps what is stored twice.
 _MOST_READERS = 64
 #: Calls whose gradient needs the first operand.
 _KEEPING = frozenset({"mul", "div", "lerp", "clamp"})
-#: Readers to which it matters how a tensor lies in memory.
-_STRIDED = frozenset({"view", "view_as", "as_strided", "stride", "data_ptr", "is_contiguous", "storage_offset"})
 
 
 def forward_stores(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
@@ -286,7 +283,7 @@ def _replaced(load: fx.Node, store: fx.Node, effects: Effects, may_edit: MayEdit
         return False
     if [as_size(size) for size in old.shape] != [as_size(size) for size in new.shape]:
         return False
-    if any((call := effects.calls[user]) is not None and call.name in _STRIDED for user in load.users):
+    if any((call := effects.calls[user]) is not None and call.name in STRIDED for user in load.users):
         return False
     if strides_matter(load) and _copied(old, order_of) != _copied(new, order_of):
         return False

@@ -11,12 +11,12 @@ from torch import fx
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import read, tensor_of
+from lz_compile.passes.graph.writes import NEW
 from lz_compile.passes.loops.roll.slices import Slices, cut, elements_of
 from lz_compile.passes.loops.roll.steps import Made, Steps
 
-_FRESH = frozenset(
-    "zeros ones empty full zeros_like ones_like empty_like full_like new_zeros new_ones new_empty new_full".split()
-)
+#: What is filled gives way to what is stacked, which lies as it does, not as strides say.
+_FRESH = NEW - {"empty_strided"}
 _UNTOUCHED = slice(None)
 
 

@@ -17,11 +17,11 @@ from torch import fx
 from lz_compile.passes.editing.edit import MayEdit
 from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.fakes import faking
-from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.modes import Ambient, faking
 from lz_compile.passes.graph.view import memory_of, origin_of, read, tensor_of, value_of
 from lz_compile.passes.graph.writes import writes
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
+from lz_compile.passes.loops.roll.slices import elements_of, range_of
 
 #: For every dimension from where to where, or None for all of it.
 Piece: TypeAlias = "tuple[tuple[int, int] | None, ...]"
@@ -35,45 +35,21 @@ _OPERATORS: Mapping[Any, Any] = {
 _METHODS = frozenset({"add_", "sub_", "mul_", "div_", "addcmul_", "lerp_", "copy_", "neg_", "clamp_", "relu_"})
 
 
-def elements_of(index: Any, rank: int) -> tuple[Any, ...] | None:
-    """What an index says of every dimension of a tensor, without its ellipsis; None where it says more or is ambiguous."""
-    elements = index if isinstance(index, tuple) else (index,)
-    places = [place for place, each in enumerate(elements) if each is Ellipsis]
-    rest = rank - len(elements) + len(places)
-    if rest < 0 or len(places) > 1 or any(each is None for each in elements):
-        return None
-    place = places[0] if places else len(elements)
-    return (*elements[:place], *[slice(None)] * rest, *elements[place + 1 :])
-
-
 def piece_of(index: Any, tensor: torch.Tensor | None) -> Piece | None:
     """What an index of plain numbers, plain slices and whole dimensions selects; None for any other."""
-    elements = None if tensor is None else elements_of(index, tensor.dim())
-    if tensor is None or elements is None:
+    elements = None if tensor is None else elements_of(index, tensor)
+    if tensor is None or elements is None or None in elements or len(elements) != tensor.dim():
         return None
     found: list[tuple[int, int] | None] = []
-    for each in elements:
-        if isinstance(each, slice) and (each.start, each.stop, each.step) == (None, None, None):
+    for each, size in zip(elements, tensor.shape, strict=True):
+        if each == slice(None):
             found.append(None)
             continue
-        span = _span(each, tensor.shape[len(found)])
-        if span is None:
+        start, width = (range_of(each, size) if isinstance(size, int) and size else None) or (0, 0)
+        if width is not None and width <= 0:
             return None
-        found.append(span)
+        found.append((start, start + (1 if width is None else width)))
     return tuple(found)
-
-
-def _span(element: Any, size: Any) -> tuple[int, int] | None:
-    if not isinstance(size, int) or not size:
-        return None
-    if isinstance(element, int) and not isinstance(element, bool):
-        return element % size, element % size + 1
-    if not isinstance(element, slice) or element.step not in (None, 1):
-        return None
-    if not all(part is None or isinstance(part, int) for part in (element.start, element.stop)):
-        return None
-    start, stop, _ = element.indices(size)
-    return (start, stop) if start < stop else None
 
 
 def overlap(one: Piece, two: Piece) -> bool:

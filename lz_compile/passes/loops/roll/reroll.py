@@ -8,7 +8,7 @@ puts the scan in their place.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,16 +17,16 @@ from torch import fx
 from lz_compile.ground.reasons import Reason
 from lz_compile.passes.editing.edit import Rewrite, Unproven, apply
 from lz_compile.passes.formula import contraction
+from lz_compile.passes.formula.calls import is_constant
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of, where_of
-from lz_compile.passes.loops.roll.constant_loops import reads_data
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.roll.facts import Loop, read_loop
 from lz_compile.passes.loops.roll.roll import roll
-from lz_compile.passes.loops.roll.scan import SCAN
+from lz_compile.passes.loops.roll.scan import SCAN, trial_scan
 from lz_compile.passes.loops.roll.search import LEAST_STEPS, Program, Run, phases, runs
 from lz_compile.passes.loops.roll.steps import Grid, Made, Steps, parameters_of
-from lz_compile.passes.loops.roll.trial_scan import trial_scan
 from lz_compile.passes.loops.roll.versions import Versions
 
 #: Calls of a graph from which on Inductor takes minutes (about 40 ms each, and more the more there are: 1 to 2.5 minutes for
@@ -333,3 +333,17 @@ _FINAL = frozenset(
 )
 #: Refusals of what is no loop over anything: the same calls on different things.
 _SILENT = frozenset({"LAYERS", "NO_STATE"})
+
+
+# ---- loops that make constants ---------------------------------------------------------------------------------------
+
+
+def reads_data(nodes: Iterable[fx.Node]) -> bool:
+    """Whether anything of what these calls compute depends on values that the graph is given, and not on shapes alone."""
+
+    def sources(node: fx.Node) -> Iterable[fx.Node]:
+        call = read(node)
+        return () if call is not None and is_constant(call) else node.all_input_nodes
+
+    given = (node for node in needed(nodes, (), sources) if node.op in ("placeholder", "get_attr"))
+    return any(tensor_of(node) is not None for node in given)

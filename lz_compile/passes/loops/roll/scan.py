@@ -6,12 +6,12 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.graph.held import hold
 from lz_compile.passes.graph.modes import grad_enabled
+from lz_compile.passes.graph.modules import hold
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, tensor_of, value_of
 from lz_compile.passes.loops.roll.body import Around, Carried, Ref, Streamed
-from lz_compile.passes.loops.roll.facts import Loop
+from lz_compile.passes.loops.roll.facts import Loop, emitter_of
 from lz_compile.passes.loops.roll.search import is_number
 from lz_compile.passes.loops.roll.step_graph import Emitter, StepGraph, in_order
 from lz_compile.passes.loops.roll.streams import Place, numbers, stacked
@@ -112,3 +112,30 @@ def _example(loop: Loop, emit: Emitter, scan: fx.Node) -> tuple[torch.Tensor, ..
         if is_graded and (value.is_floating_point() or value.is_complex()):
             value.requires_grad_()
     return tuple(found)
+
+
+# ---- a scan to look at -----------------------------------------------------------------------------------------------
+
+
+def trial_scan(loop: Loop) -> fx.Node:
+    """The scan that a loop would become; placeholders stand for everything that it reads.
+
+    Raises:
+        RefusedError: it cannot be spelled out.
+    """
+    graph = fx.Graph()
+    owner = fx.GraphModule(torch.nn.Module(), graph)
+    graph = owner.graph
+    handed: dict[fx.Node, fx.Node] = {}
+    emit: Emitter = emitter_of(loop, graph)
+
+    def place(node: fx.Node) -> fx.Node:
+        if node not in handed:
+            with graph.inserting_before(next(iter(graph.nodes), None)):
+                handed[node] = graph.placeholder(node.name)
+            handed[node].meta = dict(node.meta)
+        return handed[node]
+
+    scan = emit_scan(loop, emit, owner, place)
+    graph.output(scan)
+    return scan

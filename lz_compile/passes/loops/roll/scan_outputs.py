@@ -6,7 +6,7 @@ Inductor compiles scans whose steps give something, and are given every symbol t
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -40,14 +40,13 @@ def drop_steps(module: fx.GraphModule) -> None:
 
 def give_results(module: fx.GraphModule) -> int:
     """Let the steps of such scans give a zero that nobody reads, in place; how many scans there were."""
-    count = 0
-    for node in module.graph.find_nodes(op="call_function", target=SCAN):
-        callee, init, xs = node.args[:3]
-        body = operator.attrgetter(str(callee.target))(module)
+
+    def change(scan: Any, body: fx.GraphModule) -> bool:
+        init, xs = scan.args[1:3]
         (output,) = body.graph.find_nodes(op="output")
         outputs = list(output.args[0])
-        if len(outputs) > len(init) + 1 or len(value_of(node)) > len(init):
-            continue
+        if len(outputs) > len(init) + 1 or len(value_of(scan)) > len(init):
+            return False
         if len(outputs) == len(init):
             like = next(each for each in map(tensor_of, (outputs[0], init[0])) if each is not None)
             with body.graph.inserting_before(output):
@@ -55,10 +54,17 @@ def give_results(module: fx.GraphModule) -> int:
             zero.meta["example_value"] = like.new_zeros(())
             output.args = ([*outputs, zero],)
             body.recompile()
-        steps = known_tensor(xs[0])
-        node.meta["example_value"] = (*value_of(node), steps.new_empty(steps.shape[:1], dtype=value_of(node)[0].dtype))
-        count += 1
-    return count
+        steps, given = known_tensor(xs[0]), value_of(scan)
+        scan.meta["example_value"] = (*given, steps.new_empty(steps.shape[:1], dtype=given[0].dtype))
+        return True
+
+    return _changed(module, change)
+
+
+def _changed(module: fx.GraphModule, change: Callable[[fx.Node, fx.GraphModule], object]) -> int:
+    """How many scans of a graph a change is one of, given the scan and its step."""
+    scans = module.graph.find_nodes(op="call_function", target=SCAN)
+    return sum(bool(change(each, operator.attrgetter(str(each.args[0].target))(module))) for each in scans)
 
 
 def order_gradients(module: fx.GraphModule) -> int:
@@ -67,26 +73,24 @@ def order_gradients(module: fx.GraphModule) -> int:
     The operator's backward (2.13) carries them, and refuses what lies otherwise after a step, or at first, as where the last
     state is transposed. The gradient of a reshape is a reshape: what it hands on is contiguous, whatever comes.
     """
-    count = 0
-    bodies: set[str] = set()
-    for node in module.graph.find_nodes(op="call_function", target=SCAN):
-        callee, init = node.args[:2]
-        states = list(map(tensor_of, init))
+    bodies: set[fx.GraphModule] = set()
+
+    def change(scan: Any, body: fx.GraphModule) -> bool:
+        states = list(map(tensor_of, scan.args[1]))
         carried = [index for index, each in enumerate(states) if each is not None and each.dim() > 1]
-        if not carried or not is_graded(node) or any(each is None or not each.is_contiguous() for each in states):
-            continue
-        items = [user for user in node.users if user.target is operator.getitem and user.args[1] in carried]
-        for item in items:
+        if not carried or not is_graded(scan) or any(each is None or not each.is_contiguous() for each in states):
+            return False
+        for item in [user for user in scan.users if user.target is operator.getitem and user.args[1] in carried]:
             _reshape_for(item, item.next)
-        if str(callee.target) not in bodies:
-            bodies.add(str(callee.target))
-            body = operator.attrgetter(str(callee.target))(module)
+        if body not in bodies:
+            bodies.add(body)
             given = body.graph.find_nodes(op="placeholder")
             for index in carried:
                 _reshape_for(given[index], given[-1].next)
             body.recompile()
-        count += 1
-    return count
+        return True
+
+    return _changed(module, change)
 
 
 def gather_slices(module: fx.GraphModule) -> int:
@@ -94,13 +98,11 @@ def gather_slices(module: fx.GraphModule) -> int:
 
     What is a part of a larger one (of gates that are projected together) Inductor (2.13) copies whole in every step.
     """
-    count = 0
-    for node in module.graph.find_nodes(op="call_function", target=SCAN):
-        parts = [each for each in node.args[2] if not _is_dense(known_tensor(each))]
-        for each in parts:
-            _copied(each, node)
-        count += bool(parts)
-    return count
+
+    def change(scan: Any, _body: fx.GraphModule) -> bool:
+        return _copied([each for each in scan.args[2] if not _is_dense(known_tensor(each))], scan)
+
+    return _changed(module, change)
 
 
 def keep_operands(module: fx.GraphModule) -> int:
@@ -109,14 +111,13 @@ def keep_operands(module: fx.GraphModule) -> int:
     The operator's backward keeps what it reads. AOTAutograd (2.13) writes to a graph's inputs as its forward ends, and
     hands them to the backward as they are then: gradients came out wrong.
     """
-    count, effects = 0, Effects(module.graph)
-    for node in module.graph.find_nodes(op="call_function", target=SCAN):
-        operands = [each for each in node.all_input_nodes if tensor_of(each) is not None]
-        written = [each for each in operands if is_graded(node) and effects.why_not_kept([each], node)]
-        for each in written:
-            _copied(each, node)
-        count += bool(written)
-    return count
+    effects = Effects(module.graph)
+
+    def change(scan: Any, _body: fx.GraphModule) -> bool:
+        operands = [each for each in scan.all_input_nodes if tensor_of(each) is not None]
+        return _copied([each for each in operands if is_graded(scan) and effects.why_not_kept([each], scan)], scan)
+
+    return _changed(module, change)
 
 
 def attach_states(module: fx.GraphModule) -> int:
@@ -125,17 +126,20 @@ def attach_states(module: fx.GraphModule) -> int:
     The operator's backward (2.11) hands no gradient on from step to step for states that required none at first, as zeros do:
     only the last step had one. Nor does it compile where slices require none.
     """
-    count, are_slices_too = 0, not hasattr(ScanAutogradImpl, "_break_bw_input_output_aliasing")
-    for node in module.graph.find_nodes(op="call_function", target=SCAN):
-        callee, init, xs, given = node.args
-        if not is_graded(node):
-            continue
-        wanted = [each for each in (*init, *(xs if are_slices_too else ())) if _can_be_attached(tensor_of(each))]
-        attached = {each: _attached(each, node) for each in wanted}
+    are_slices_too = not hasattr(ScanAutogradImpl, "_break_bw_input_output_aliasing")
+
+    def change(scan: Any, _body: fx.GraphModule) -> bool:
+        callee, init, xs, given = scan.args
+        tensors = {each: tensor_of(each) for each in (*init, *(xs if are_slices_too else ()))}
+        wanted = [x for x, own in tensors.items() if own is not None and (own.is_floating_point() or own.is_complex())]
+        if not is_graded(scan):
+            return False
+        attached = {each: _attached(each, scan) for each in wanted}
         states, slices = ([attached.get(each, each) for each in nodes] for nodes in (init, xs))
-        node.args = (callee, states, slices, given)
-        count += bool(attached)
-    return count
+        scan.args = (callee, states, slices, given)
+        return bool(attached)
+
+    return _changed(module, change)
 
 
 def scans_of_ours(module: fx.GraphModule) -> list[fx.Node]:
@@ -155,17 +159,15 @@ def _is_dense(value: torch.Tensor) -> bool:
     return value.permute(order).is_contiguous()
 
 
-def _copied(operand: fx.Node, scan: fx.Node) -> None:
-    """Let a scan read a copy of what it is given."""
+def _copied(operands: Sequence[fx.Node], scan: fx.Node) -> bool:
+    """Let a scan read copies of some of what it is given; whether there are any."""
     whole: dict[str, Any] = {"memory_format": torch.contiguous_format}
-    with scan.graph.inserting_before(scan):
-        copied = scan.graph.call_method("clone", (operand,), whole)
-    copied.meta.update(origin_of(scan), example_value=readable(value_of(operand)).clone(**whole))
-    scan.replace_input_with(operand, copied)
-
-
-def _can_be_attached(value: torch.Tensor | None) -> bool:
-    return value is not None and (value.is_floating_point() or value.is_complex())
+    for operand in operands:
+        with scan.graph.inserting_before(scan):
+            copied = scan.graph.call_method("clone", (operand,), whole)
+        copied.meta.update(origin_of(scan), example_value=readable(value_of(operand)).clone(**whole))
+        scan.replace_input_with(operand, copied)
+    return bool(operands)
 
 
 def _attached(state: fx.Node, scan: fx.Node) -> fx.Node:
@@ -198,21 +200,22 @@ def give_symbols(module: fx.GraphModule) -> int:
 
     Inductor makes the memory for the results of a scan of what it is given (2.13).
     """
-    count = 0
-    bodies: dict[str, fx.GraphModule] = {}
-    for node in module.graph.find_nodes(op="call_function", target=SCAN):
-        callee, init, xs, given = node.args
+    bodies: set[fx.GraphModule] = set()
+
+    def change(scan: Any, body: fx.GraphModule) -> bool:
+        *others, given = scan.args
         known = {as_size(value_of(each)) for each in given if isinstance(value_of(each), torch.SymInt)}
-        wanted = [symbol for symbol in _symbols(node) if symbol not in known]
-        sources = [_source(node, symbol) for symbol in wanted]
+        wanted = [symbol for symbol in _symbols(scan) if symbol not in known]
+        sources = [_source(scan, symbol) for symbol in wanted]
         if not wanted or any(source is None for source in sources):
-            continue
-        node.args = (callee, init, xs, (*given, *sources))
-        if str(callee.target) not in bodies:
-            bodies[str(callee.target)] = body = operator.attrgetter(str(callee.target))(module)
+            return False
+        scan.args = (*others, (*given, *sources))
+        if body not in bodies:
+            bodies.add(body)
             _take(body, [(str(symbol), value_of(source)) for symbol, source in zip(wanted, sources, strict=True)])
-        count += 1
-    return count
+        return True
+
+    return _changed(module, change)
 
 
 def _symbols(scan: fx.Node) -> list[sympy.Symbol]:

@@ -119,7 +119,7 @@ def cut(source: fx.Node, tensor: torch.Tensor, indices: Sequence[tuple[Any, ...]
         return None
     dim = sum(element is not None for element in indices[0][:place])
     size = _static_size(source, dim)
-    ranges = [_range(index[place], size) for index in indices]
+    ranges = [range_of(index[place], size) for index in indices]
     known = [each for each in ranges if each is not None]
     if len(known) != len(ranges) or len({length for _, length in known}) != 1:
         return None
@@ -133,16 +133,14 @@ def cut(source: fx.Node, tensor: torch.Tensor, indices: Sequence[tuple[Any, ...]
 def elements_of(index: Any, tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """An index with an element for each dimension (None: a new one), no ellipsis; None where it is not that simple."""
     given = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(each, (list, bool, torch.Tensor)) for each in given):
+    if any(isinstance(each, (list, bool, torch.Tensor, fx.Node)) for each in given):
         return None
-    if any(isinstance(each, fx.Node) for each in given):
+    whole = [_UNTOUCHED] * (tensor.dim() - sum(each is not None and each is not Ellipsis for each in given))
+    elements = list(given) if Ellipsis in given else [*given, Ellipsis]
+    if elements.count(Ellipsis) > 1:
         return None
-    count = sum(each is not None and each is not Ellipsis for each in given)
-    elements: list[Any] = []
-    for each in given:
-        elements.extend([_UNTOUCHED] * (tensor.dim() - count) if each is Ellipsis else [each])
-    missing = tensor.dim() - sum(each is not None for each in elements)
-    return (*elements, *[_UNTOUCHED] * missing)
+    at = elements.index(Ellipsis)
+    return (*elements[:at], *whole, *elements[at + 1 :])
 
 
 def _leaves(index: tuple[Any, ...]) -> list[Any]:
@@ -151,7 +149,7 @@ def _leaves(index: tuple[Any, ...]) -> list[Any]:
     ]
 
 
-def _range(element: Any, size: int | None) -> tuple[int, int | None] | None:
+def range_of(element: Any, size: int | None) -> tuple[int, int | None] | None:
     """Start and length (None for a single entry) of an element of an index; what ends nowhere needs a size."""
     if isinstance(element, int) and element >= 0:
         return element, None

@@ -13,17 +13,12 @@ from typing import Any
 
 from torch import fx
 
-from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.effects import RESHAPERS, Effects
 from lz_compile.passes.graph.gradients import differentiated
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import Call, memory_of, read, tensor_of
 from lz_compile.passes.graph.writes import writes
 from lz_compile.passes.loops.roll.search import Program
-
-#: In-place calls that change shapes, strides or the memory behind a tensor.
-_RESHAPERS = frozenset(
-    {"transpose", "t", "squeeze", "unsqueeze", "as_strided", "resize", "resize_as", "set", "swapaxes"}
-)
 
 
 @dataclass
@@ -118,7 +113,7 @@ class Versions:
             return
         target = call.node.args[0] if call.node.args else None
         overwritten = self._memory(target) if isinstance(target, fx.Node) else None
-        if overwritten is None or not isinstance(target, fx.Node) or call.name in _RESHAPERS or not _is_plain(call):
+        if overwritten is None or not isinstance(target, fx.Node) or call.name in RESHAPERS or not _is_plain(call):
             self._blur(node)
             return
         if target not in overwritten.whole:
