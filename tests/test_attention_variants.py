@@ -272,6 +272,13 @@ def test_a_query_that_sees_nothing_of_its_window_has_nothing_to_do_with_other_ke
     assert not backend.report.events, backend.why_not()
 
 
+def test_of_no_keys_nothing_is_read_and_nothing_fails() -> None:
+    for queries, keys in ((5, 0), (0, 5), (0, 0)):
+        backend = compiled(Variant(lambda q, k, v: (q @ k.mT).tril().softmax(-1) @ v, qkv(queries, keys)))
+        assert attentions(backend) == [], backend.why_not()
+        assert not backend.report.events, backend.why_not()
+
+
 UNLIKE = {
     "values of the next place": lambda q, k, v: _attend(
         q, *(torch.stack([torch.nn.functional.pad(x, (0, 0, 2, 3))[:, :, i + at : i + at + 24] for i in range(5)], 3)
