@@ -229,6 +229,56 @@ def test_windows_with_more_to_them_are_bands_too(name: str, is_trained: bool) ->
     assert band(backend) is not None
 
 
+class _Indexed(torch.nn.Module):
+    """Windows by an index that is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("index", torch.arange(20)[:, None] + torch.arange(5))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _attend(q[:, :, :20], k[:, :, self.index], v[:, :, self.index])
+
+
+def test_windows_by_an_index_that_changes_are_compiled_again() -> None:
+    module, backend = _Indexed(), Rewriting(lock=LOCK, strict=True)
+    function = torch.compile(module, backend=backend, fullgraph=True)
+    inputs = qkv(24, 24)
+    for index in (module.index.clone(), module.index.flip(0)):
+        module.index.copy_(index)
+        torch.testing.assert_close(function(*inputs), module(*inputs), **TOLERANCE)
+    bands = [match.attributes.get("band") for match in backend.report.matches if match.op == "attention"]
+    assert [band is not None for band in bands] == [True, False], backend.why_not()
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, -1e4])
+def test_a_query_that_sees_nothing_of_its_window_has_nothing_to_do_with_other_keys(fill: float) -> None:
+    """Its gradients are no numbers there, and its result is the mean of the window, padding included."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = (_around(x, 5, (5, 0)) for x in (k, v))
+        is_padding = torch.arange(25)[:, None] + torch.arange(5) < 5
+        scores = torch.einsum("bhsd,bhswd->bhsw", q, keys).masked_fill(is_padding, fill)
+        return torch.einsum("bhsw,bhswd->bhsd", scores.softmax(-1), values)
+
+    torch._dynamo.reset()
+    inputs = [each.detach().requires_grad_() for each in qkv(25, 24)]
+    backend, results = Rewriting(lock=LOCK), []
+    for function in (torch.compile(attention, backend=backend, fullgraph=True), attention):
+        found = function(*inputs)
+        grads = torch.autograd.grad(found, inputs, torch.ones_like(found))
+        results.append([found.detach(), *grads])
+    torch.testing.assert_close(*results, **TOLERANCE, equal_nan=True)
+    assert not backend.report.events, backend.why_not()
+
+
+def test_of_no_keys_nothing_is_read_and_nothing_fails() -> None:
+    for queries, keys in ((5, 0), (0, 5), (0, 0)):
+        backend = compiled(Variant(lambda q, k, v: (q @ k.mT).tril().softmax(-1) @ v, qkv(queries, keys)))
+        assert attentions(backend) == [], backend.why_not()
+        assert not backend.report.events, backend.why_not()
+
+
 UNLIKE = {
     "values of the next place": lambda q, k, v: _attend(
         q, *(torch.stack([torch.nn.functional.pad(x, (0, 0, 2, 3))[:, :, i + at : i + at + 24] for i in range(5)], 3)

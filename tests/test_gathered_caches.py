@@ -272,6 +272,75 @@ def test_how_many_requests_there_are_may_be_a_symbol():
     assert [match.op for match in backend.report.matches if match.rewritten] == [OP], backend.why_not()
 
 
+def test_every_size_but_that_of_a_head_may_be_a_symbol():
+    function = spelling(_indexed, "ends", "sdpa", queries=1, window=None, hnd=False)
+    torch._dynamo.reset()
+    backend = Rewriting()
+    inputs = problem()
+    with torch.no_grad():
+        found = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)(*inputs)
+    torch.testing.assert_close(found, function(*inputs), rtol=1e-4, atol=1e-5)
+    assert not backend.report.events, backend.why_not()
+
+
+def test_a_slot_below_a_symbolic_size_keeps_the_copy():
+    def attend(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        index = _places(table, keys.shape[1])
+        k, v = (each[index] for each in (keys, values))
+        sees = torch.arange(k.shape[1]) < lengths[:, None]
+        return _attend(q, k, v, sees[:, None], "einsum")
+
+    torch._dynamo.reset()
+    backend, inputs = Rewriting(), problem()
+    for each in inputs[1:3]:
+        torch._dynamo.mark_dynamic(each, 1)
+    with torch.no_grad():
+        found = torch.compile(attend, backend=backend, fullgraph=True)(*inputs)
+    torch.testing.assert_close(found, attend(*inputs), rtol=1e-4, atol=1e-5)
+    assert not any(match.op == OP for match in backend.report.matches)
+    assert not backend.report.events, backend.why_not()
+
+
+class _Tabled(torch.nn.Module):
+    """Keys and values by slots that are buffers of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("of_keys", torch.arange(16) % 4)
+        self.register_buffer("of_values", torch.arange(16) % 4)
+
+    def forward(self, q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        blocks = table[:, torch.arange(16) // 4]
+        sees = torch.arange(16) < lengths[:, None]
+        return _attend(q, keys[blocks, self.of_keys], values[blocks, self.of_values], sees[:, None], "einsum")
+
+
+def test_tables_that_are_equal_by_the_values_of_buffers_are_so_as_long_as_these_are():
+    module, backend = _Tabled(), Rewriting()
+    function, inputs = torch.compile(module, backend=backend, fullgraph=True), problem()
+    for slots in (torch.arange(16) % 4, 3 - torch.arange(16) % 4):
+        module.of_values.copy_(slots)
+        with torch.no_grad():
+            torch.testing.assert_close(function(*inputs), module(*inputs), rtol=1e-4, atol=1e-5)
+    assert not backend.report.events, backend.why_not()
+
+
+def test_what_is_overwritten_behind_an_attention_keeps_no_cache_from_being_read():
+    plain = spelling(_indexed, "ends", "by hand", queries=1, window=None, hnd=False)
+
+    def attend(q: Tensor, keys: Tensor, values: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+        found = plain(q, keys, values, table, lengths)
+        keys.zero_()
+        return found
+
+    inputs = problem()
+    want = attend(*map(torch.clone, inputs))
+    found, backend = run(attend, list(map(torch.clone, inputs)))
+    torch.testing.assert_close(found, want, rtol=1e-4, atol=1e-5)
+    assert [match.op for match in backend.report.matches if match.rewritten] == [OP], backend.why_not()
+    assert not backend.report.events, backend.why_not()
+
+
 # ---- what only looks like it -----------------------------------------------------------------------------------------
 
 

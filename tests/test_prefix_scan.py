@@ -139,7 +139,7 @@ def test_a_sum_by_doubling_needs_no_factor() -> None:
     torch.testing.assert_close(got, b.cumsum(0))
 
 
-@pytest.mark.parametrize("fault", ["sign", "shift", "swapped"])
+@pytest.mark.parametrize("fault", ["sign", "shift", "swapped", "of two features"])
 def test_what_computes_something_else_stays_as_it_is(fault: str) -> None:
     def scan(a: Tensor, b: Tensor) -> Tensor:
         steps, shift = b.shape[0], 1
@@ -150,6 +150,7 @@ def test_what_computes_something_else_stays_as_it_is(fault: str) -> None:
                     "sign": b[shift:] - a[shift:] * b[:-shift],
                     "shift": b[shift:] + a[shift:] * b[shift:],
                     "swapped": b[shift:] + a[:-shift] * b[:-shift],
+                    "of two features": torch.cat([new[:, :2], -new[:, 2:]], 1),
                 }[fault]
             b = torch.cat([b[:shift], new])
             a = torch.cat([a[:shift], a[shift:] * a[:-shift]])

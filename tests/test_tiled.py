@@ -18,8 +18,10 @@ from lz_compile.backend import layerzero
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band, Reach
 from lz_compile.lowering.encoded_attributes import decode, encode
+from lz_compile.lowering.kernels.attention import tiled
 from lz_compile.lowering.kernels.attention.tiles import TILE_BYTES, Problem, Tile
 from lz_compile.lowering.kernels.attention.token_major import Operands
+from lz_compile.lowering.ops import attention as attention_op
 
 WINDOW = AttentionAttrs(band=Band(-63, 0))
 
@@ -187,3 +189,14 @@ def test_one_compiled_graph_skips_at_every_length():
         torch.testing.assert_close(compiled(query, key, value), window(query, key, value), atol=1e-5, rtol=1e-5)
     (match,) = (match for report in reports() for match in report.matches)
     assert (match.kernel, match.rewritten) == ("lz.tiled", True)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_without_keys_results_and_gradients_are_zeros(is_trained):
+    query, key, value = torch.randn(1, 2, 5, 8), *torch.randn(2, 1, 2, 0, 8).unbind()
+    operands = [each.requires_grad_(is_trained) for each in (query, key, value)]
+    found = tiled.attention(attention_op.Operands(*operands), AttentionAttrs())
+    torch.testing.assert_close(found, torch.zeros(1, 2, 5, 8))
+    if is_trained:
+        gradients = torch.autograd.grad(found, operands, torch.ones_like(found))
+        torch.testing.assert_close(list(gradients), [torch.zeros_like(each) for each in operands])

@@ -71,7 +71,8 @@ def _as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings, key: Store
     plain = _what_is_special(emitter)
     if plain:
         raise _refused(plain)
-    if not _is_same_table(key, value, roles, masks):
+    buffers = _same_table(key, value, roles, masks)
+    if buffers is None:
         raise _refused("values are not gathered by the same table")
     places, rows = _places(roles, key, value), _rows(roles, key, flags)
     if places is None:
@@ -90,9 +91,11 @@ def _as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings, key: Store
         has_sinks=sinks is not None, out_dtype=emitter.dtype,
     )  # fmt: skip
     heads = (*kv_heads, *sharing)
+    if not all(isinstance(size, int) for size in shape_of(known_tensor(key.cache))[1 : len(key.indices)]):
+        raise _refused("an index within a block is below a symbolic size")
     blocks = tuple(Axis(size) for size in shape_of(known_tensor(key.cache))[: len(key.indices) or 1])
     found = GatheredEmitter(emitter, key, value, ends, flags, blocks, *places, kv_heads, heads, queries, sinks, attrs)
-    return _match(found, core, passed)
+    return _match(found, core, passed, (*emitter.buffers, *ends.buffers, *buffers))
 
 
 def _refused(text: str) -> RefusedError:
@@ -248,21 +251,23 @@ def _origin(effects: Effects, node: fx.Node, dims: Dims, passed: dict[fx.Node, D
         node, dims = call.input, resolve(source)
 
 
-def _is_same_table(key: Stored, value: Stored, roles: Roles, masks: Meanings) -> bool:
+def _same_table(key: Stored, value: Stored, roles: Roles, masks: Meanings) -> list[fx.Node] | None:
+    """The buffers on whose values it rests that both were gathered by the same table; None where they were not."""
     if key.table is None or value.table is None:
-        return key.table is value.table
-    if shape_of(known_tensor(key.cache))[0] != shape_of(known_tensor(value.cache))[0]:
-        return False
-    pairs = list(zip(key.indices.items(), value.indices.items(), strict=False))
-    return len(key.indices) == len(value.indices) and all(_is_same_index(*pair, roles, masks) for pair in pairs)
-
-
-def _is_same_index(key: tuple[fx.Node, Dims], value: tuple[fx.Node, Dims], roles: Roles, masks: Meanings) -> bool:
-    dims = resolve(key[1])
-    if dims != resolve(value[1]) or not {*axes_of(dims)} <= {*atoms(roles.batch), *atoms(roles.keys)}:
-        return False
-    nodes = (key[0], value[0])
-    return nodes[0] is nodes[1] or masks.are_equal(nodes, dims, Axes(roles.batch, (), (), roles.keys))
+        return [] if key.table is value.table else None
+    is_alike = shape_of(known_tensor(key.cache))[0] == shape_of(known_tensor(value.cache))[0]
+    if not is_alike or len(key.indices) != len(value.indices):
+        return None
+    buffers: list[fx.Node] = []
+    for (one, one_dims), (other, other_dims) in zip(key.indices.items(), value.indices.items(), strict=True):
+        dims = resolve(one_dims)
+        if dims != resolve(other_dims) or not {*axes_of(dims)} <= {*atoms(roles.batch), *atoms(roles.keys)}:
+            return None
+        found = () if one is other else masks.equal((one, other), dims, Axes(roles.batch, (), (), roles.keys))
+        if found is None:
+            return None
+        buffers += found
+    return buffers
 
 
 def _places(roles: Roles, key: Stored, value: Stored) -> tuple[tuple[Axis, ...], tuple[Axis, ...]] | None:
@@ -281,8 +286,10 @@ def _places(roles: Roles, key: Stored, value: Stored) -> tuple[tuple[Axis, ...],
     return (columns, slots) if is_whole else None
 
 
-def _match(emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims]) -> Match:
-    """The finished match; ``passed`` are nodes on the way to other operands.
+def _match(
+    emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims], buffers: tuple[fx.Node, ...]
+) -> Match:
+    """The finished match; ``passed`` are nodes on the way to other operands, ``buffers`` what it rests on.
 
     Raises:
         RefusedError: something that it reads is written to before its end.
@@ -334,8 +341,7 @@ def _match(emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims])
     operands |= {} if key.table is None else {"block_table": key.table}
     index = "" if key.table is None else "[block_table]"
     formula = f"softmax(query key_cache{index}^T) value_cache{index}, {emitter.attrs.variant}"
-    buffers = tuple(dict.fromkeys((*attention.buffers, *emitter.ends.buffers)))
-    found = Found(emitter.attrs, facts, inputs, operands, emitter, formula, buffers=buffers)
+    found = Found(emitter.attrs, facts, inputs, operands, emitter, formula, buffers=tuple(dict.fromkeys(buffers)))
     trial = Trial(
         limited=frozenset((*roles.features, *roles.value_features, *(emitter.slots if key.table is not None else ()))),
         # How many there are may be part of a number in the mask; slots are what an index within a block may hold.
@@ -343,7 +349,7 @@ def _match(emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims])
         least={
             emitter.blocks[0]: _BLOCKS,
             **dict.fromkeys(of_keys, columns),
-            **dict.fromkeys(atoms(roles.batch)[:1], max(1, _ROWS // facts.heads)),
+            **dict.fromkeys(atoms(roles.batch)[:1], max(1, _ROWS // facts.heads) if isinstance(facts.heads, int) else _ROWS),
         },
         masked_rows_count=not attention.sees_keys,
     )

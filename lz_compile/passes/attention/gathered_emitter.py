@@ -166,9 +166,15 @@ class GatheredEmitter(TableEmitter):
         same = dict(zip(self.value.indices, self.key.indices, strict=True)).get(node)
         if same is not None:
             return builder.value(same).to(given.dtype)
+
+        def held(each: fx.Node) -> Any:
+            if each not in self.flags:
+                return builder.value(each)
+            return self._some(each, builder.value(each), sizes) if self.ends.is_counted else self._flag(each, builder)
+
         if node in self.flags:
-            return self._some(node, given, sizes) if self.ends.is_counted else self._flag(node, builder)
-        known = builder.over(lambda each: self._flag(each, builder) if each in self.flags else builder.value(each))
+            return held(node)
+        known = builder.over(held)
         return self.attention.implied_value(node, known, given, sizes)
 
     def _some(self, node: fx.Node, given: torch.Tensor, sizes: Mapping[Axis, int]) -> torch.Tensor:

@@ -62,6 +62,8 @@ class Reader:
 
     def _match_product(self, outer: Contraction, output: fx.Node, output_dims: Dims) -> Match | None:
         """Whichever factor of ``outer`` is the probabilities; the result is ``output``."""
+        if any(axis.size == 0 for axis in outer.summed):  # no keys: nothing is computed
+            return None
         for weights, value in ((outer.left, outer.right), (outer.right, outer.left)):
             if outer.summed and self.region.reaches(weights.node, SOFTMAX):
                 found = self._match(outer, weights, value, output, output_dims)

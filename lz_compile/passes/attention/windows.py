@@ -150,6 +150,8 @@ def _joined(
     ends = masks.seen([(node, *each) for node, each in told.items()], query, places, keys)
     if ends is None or not _leave_a_key(ends, start, int(slack), query.size, places.size):
         ends, told = (0, 0), {}
+        if emitter.keep != 1 and _reaches_out(emitter):
+            return None
     band = Band(start - ends[0], start - ends[0] + places.size - 1)
     attrs = replace(emitter.attrs, band=band)
     if told:  # then every query sees a key
@@ -164,10 +166,16 @@ def _joined(
     own = {each.name: getattr(emitter, each.name) for each in fields(AttentionEmitter)}
     own |= {"roles": _roles(emitter.roles, query, keys.along), "key": key, "value": value, "attrs": attrs}
     own |= {"keep": sympy.S.One if told else emitter.keep, "mask_label": "window"}
+    own |= {"buffers": tuple(dict.fromkeys((*emitter.buffers, *keys.buffers, *values.buffers)))}
     pairs = ((emitter.key, key), (emitter.value, value))
     gathered = {given.node: (given.dims, whole) for given, whole in pairs}
     return WindowEmitter(**own, places=(places,), start=start, slack=int(slack), first=ends[0], last=ends[1],
                          gathered=gathered, told=told)  # fmt: skip
+
+
+def _reaches_out(emitter: AttentionEmitter) -> bool:
+    """Whether a query that sees nothing of its window has to do with keys outside of it: with their mean, or by gradients."""
+    return emitter.attrs.masked_rows == "mean" or (emitter.attrs.masked_rows == "nan" and emitter.needs_grad())
 
 
 def _leave_a_key(ends: tuple[int, int], start: int, slack: int, queries: Size, places: int) -> bool:

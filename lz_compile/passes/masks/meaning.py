@@ -102,12 +102,16 @@ class Ends:
 
 @dataclass(frozen=True)
 class Window:
-    """The element of ``node`` at ``query + key + start`` along one axis, and at the same index along all others."""
+    """The element of ``node`` at ``query + key + start`` along one axis, and at the same index along all others.
+
+    ``buffers`` are placeholders on whose values this rests.
+    """
 
     node: fx.Node
     dims: Dims
     along: Axis
     start: int
+    buffers: tuple[fx.Node, ...] = ()
 
 
 class Meanings(Protocol):
@@ -150,8 +154,11 @@ class Meanings(Protocol):
         None where they say more than that. Each mask is given with its axes, and whether True keeps.
         """
 
-    def are_equal(self, nodes: Sequence[fx.Node], dims: Dims, axes: Axes) -> bool:
-        """Whether tensors of integers, all with these axes, hold the same numbers by the way that they are computed."""
+    def equal(self, nodes: Sequence[fx.Node], dims: Dims, axes: Axes) -> tuple[fx.Node, ...] | None:
+        """On which buffers' values it rests that tensors of integers hold the same numbers, all with these axes.
+
+        None where the way that they are computed does not tell.
+        """
 
     def values(self, node: fx.Node) -> torch.Tensor | None:
         """What a mask holds where that depends on constants only."""

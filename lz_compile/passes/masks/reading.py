@@ -106,15 +106,15 @@ class Masks(Meanings):
         """See :class:`Meanings`."""
         return windows.seen(self._effects, self._constants, masks, query, key, window)
 
-    def are_equal(self, nodes: Sequence[fx.Node], dims: Dims, axes: Axes) -> bool:
+    def equal(self, nodes: Sequence[fx.Node], dims: Dims, axes: Axes) -> tuple[fx.Node, ...] | None:
         """See :class:`Meanings`."""
         reading, names = self._unshared(axes)
         if self._effects.reshapes or any(map(self._effects.is_overwritten, nodes)):
-            return False
+            return None
         first, *others = (
             reading.reader.read(node, tuple(_with(names, dim) for dim in resolve(dims))) for node in nodes
         )
-        return all(each == first for each in others)
+        return tuple(reading.reader.buffers) if all(each == first for each in others) else None
 
     def _unshared(self, axes: Axes) -> tuple[_Reading, dict[Axis, Axis]]:
         """A reading in axes of its own, which nobody else cuts, and these by the given ones."""

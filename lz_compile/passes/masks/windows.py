@@ -51,7 +51,7 @@ def read(effects: Effects, constants: Constants, node: fx.Node, dims: Dims, quer
             found.append(dim)
         else:
             return None
-    return Window(shown.node, tuple(found), *windows[0]) if len(windows) == 1 else None
+    return Window(shown.node, tuple(found), *windows[0], tuple(reader.buffers)) if len(windows) == 1 else None
 
 
 def _shown(value: Value) -> Source | None:

@@ -34,6 +34,8 @@ def _tiled(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     """Attention over tokens, ``[B, S, H, D]``."""
     problem = Problem(x, attrs)
     result = token_major.fake(x, attrs)
+    if not x.key.shape[1]:
+        result.zero_()
     for heads in problem.heads():
         for tile in heads.tiles():
             weights = tile.weights()
@@ -59,8 +61,10 @@ def _zeros(problem: Problem) -> Operands:
     """Gradients by their operands: memory for what every tile writes once, zeros for sums over tiles."""
 
     def zeros(name: str, each: torch.Tensor) -> torch.Tensor:
-        is_sum = name not in ("query", "key", "value")
-        return torch.zeros(each.shape, dtype=problem.wide) if is_sum else torch.empty(each.shape, dtype=each.dtype)
+        if name not in ("query", "key", "value"):
+            return torch.zeros(each.shape, dtype=problem.wide)
+        make = torch.empty if problem.x.key.shape[1] else torch.zeros
+        return make(each.shape, dtype=each.dtype)
 
     found: dict[str, Any] = {
         name: zeros(name, each) for name, each in problem.x.given().items() if name in DIFFERENTIABLE

@@ -97,6 +97,8 @@ class Problem:
     def heads(self) -> Iterator[Heads]:
         """Everything, as key heads whose tiles fit together into the caches of the threads."""
         batch, keys, count, _ = self.x.key.shape
+        if not keys:  # whoever writes a tile at a time begins with zeros then
+            return
         size = self._queries_per_tile * self.groups * keys * self.product_dtype.itemsize
         together = max(torch.get_num_threads() * TILE_BYTES // max(size, 1), 1)
         for index in range(batch):

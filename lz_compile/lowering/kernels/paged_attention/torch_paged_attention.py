@@ -83,7 +83,7 @@ def _attend(x: attention.Operands, attrs: PagedAttentionAttrs, band: Band | None
         has_mask=x.mask is not None,
         has_sinks=x.sinks is not None,
         masked_rows="zero",
-        enable_gqa=x.query.shape[1] != x.key.shape[1],
+        enable_gqa=bool(x.query.shape[1] != x.key.shape[1]),
     )
     if x.sinks is None and attrs.softcap is None:
         return torch_sdpa.attention(x, told)

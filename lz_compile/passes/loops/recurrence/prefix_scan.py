@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -38,6 +38,8 @@ _MIXING = _SLICES | _JOINS | {"flatten", "reshape", "view", "flip"}
 #: Reading is linear in the number of calls (about 0.1 ms each), but once for every result.
 _MOST_CALLS = 20_000
 SMALL = 2
+#: Of dimensions that are cut at places of their own, which have their sizes in a proof; the proof of the rewrite is another.
+_MOST_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -192,7 +194,11 @@ class _Reader:
         if any(known_tensor(leaf).dim() != known_tensor(output).dim() for leaf in leaves):
             raise _unknown(output, f"made of {len(leaves)} tensors of different ranks")
         generator = torch.Generator().manual_seed(0)
-        given = {leaf: _random(leaf, dim, generator) for leaf in leaves}
+        sizes = [as_size(size) for size in known_tensor(output).shape]
+        whole = {at for at in range(len(sizes)) if at == dim or any(self._mixes(node, at) for node in between)}
+        if math.prod(size for at in whole if isinstance(size := sizes[at], int)) > _MOST_ELEMENTS:
+            whole = {dim}
+        given = {leaf: _random(leaf, whole, generator) for leaf in leaves}
         if len(leaves) > 2:
             raise self._coupled(output, between, given, dim)
         computed = _evaluated(output, between, given)
@@ -246,10 +252,12 @@ def _unknown(output: fx.Node, text: str) -> RefusedError:
     return RefusedError("PREFIX_SCAN_UNKNOWN", reason, "a recurrence that is affine in its state has a kernel")
 
 
-def _random(leaf: fx.Node, dim: int, generator: torch.Generator) -> torch.Tensor:
-    """Numbers below one, with few elements in other dimensions than time."""
+def _random(leaf: fx.Node, whole: Collection[int], generator: torch.Generator) -> torch.Tensor:
+    """Numbers below one, with few elements in other dimensions than those that are to be whole."""
     shape = known_tensor(leaf).shape
-    sizes = [int(size) if place == dim else 1 if _is_one(size) else SMALL for place, size in enumerate(shape)]
+    sizes = [
+        size if isinstance(size, int) and (place in whole or size == 1) else SMALL for place, size in enumerate(shape)
+    ]
     kind = torch.complex128 if known_tensor(leaf).is_complex() else torch.float64
     return torch.rand(sizes, generator=generator, dtype=kind) * 2 - 1
 
@@ -257,10 +265,6 @@ def _random(leaf: fx.Node, dim: int, generator: torch.Generator) -> torch.Tensor
 def _extent(tensor: torch.Tensor, dim: int) -> tuple[int, Size | None]:
     """The rank, and the size of a dimension (adds no guard)."""
     return tensor.dim(), as_size(tensor.shape[dim]) if dim < tensor.dim() else None
-
-
-def _is_one(size: int | torch.SymInt) -> bool:
-    return isinstance(size, int) and size == 1
 
 
 def _evaluated(output: fx.Node, between: Sequence[fx.Node], given: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor:
