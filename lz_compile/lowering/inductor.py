@@ -31,6 +31,7 @@ from torch._dynamo.metrics_context import MetricsContext
 from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.symbolic_convert import tls as tracing_here
 from torch._dynamo.utils import counters, get_metrics_context
+from torch._dynamo.variables import BaseListVariable, ConstDictVariable, UnspecializedNNModuleVariable
 from torch._functorch import config as functorch_config
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import ChainedSource, CompileContext, Guard, Source, TracingContext
@@ -332,6 +333,26 @@ def confines_scans() -> bool:
             return True
         tracer = tracer.parent
     return False
+
+
+def traced_modules(name: str) -> list[torch.nn.Module]:
+    """Modules in the containers that a local name of the function stands for which Dynamo traces just now, in order.
+
+    Asking Dynamo itself for their modes would guard those of all that is inside of them.
+    """
+    translator: Any = getattr(tracing_here, "current_tx", None)
+    frame = None if translator is None else translator.output.current_tx
+    return [] if frame is None else list(_modules_in(frame.symbolic_locals[name]))
+
+
+def _modules_in(variable: Any) -> Iterator[torch.nn.Module]:
+    found = variable.realize()
+    if isinstance(found, UnspecializedNNModuleVariable):
+        module: Any = found.value
+        yield module
+    elif isinstance(found, (BaseListVariable, ConstDictVariable)):
+        for each in found.items if isinstance(found, BaseListVariable) else found.items.values():
+            yield from _modules_in(each)
 
 
 #: The configuration of the compile that goes on in this thread, beyond Inductor's defaults.
@@ -751,8 +772,10 @@ def drop_fixed_guards() -> None:
 def _is_fixed(source: Source) -> bool:
     while isinstance(source, ChainedSource):
         source = source.base
+        if isinstance(source, AttrSource) and source.member == "SUPPORTED_NODES":
+            return True  # an entry of PyTorch's table of containers; whether it has one is asked for
     name = source.global_name if isinstance(source, GlobalSource) else ""
-    return name.removeprefix("__import_").replace("_dot_", ".").startswith(_FIXED)
+    return f"{name.removeprefix('__import_').replace('_dot_', '.')}.".startswith(_FIXED)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
 from lz_compile.api.rolling.calls import is_ours, names_in
@@ -112,6 +113,7 @@ class _Session:
             before = len(support.refused)
             if self._is_right(given, named) and len(support.refused) == before:
                 support.is_proven = True
+                support.settle()
                 self._try_other_mode(given, named)
                 break
             if len(support.refused) == before and not self._each_alone(given, named):
@@ -174,7 +176,7 @@ class _Session:
                 return self._refuse(f"it cannot be tried: {_text(error)}")
             if not self.support.places:
                 return False
-            self.support.is_tried = True
+            self.support.try_()
             try:
                 for compiles in (False, True):
                     found = self._run(given, named, is_edited=True, is_flipped=is_flipped, compiles=compiles)
@@ -206,7 +208,8 @@ class _Session:
         try:
             yield
         finally:
-            self.support.is_tried, self.support.root = False, self.root
+            self.support.root = self.root
+            self.support.settle()
 
     def _refuse(self, why: str) -> bool:
         """Refuse the loop that ran, or all where none did; of several it is not known which it is."""
@@ -282,7 +285,7 @@ class _Function(_Session):
 
         @functools.wraps(self._function)
         def call(*given: Any, **named: Any) -> Any:
-            if not session.is_done and not torch.compiler.is_compiling():
+            if not is_compiling() and not session.is_done:
                 session.prove(given, named)
             return session.current(*given, **named)
 
@@ -341,7 +344,7 @@ class _Modules(_Session):
         return module.train(self._module.training != is_flipped) if is_flipped else module, module
 
     def _first_call(self, _module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if "support" in vars(self) and not torch.compiler.is_compiling():
+        if "support" in vars(self) and not is_compiling():
             self.prove(given, named)
 
 

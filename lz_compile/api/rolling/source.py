@@ -21,6 +21,7 @@ from lz_compile.api.rolling.running import Support
 from lz_compile.api.rolling.spelling import counted_while, replace_value, with_plain_names
 from lz_compile.api.rolling.stacking import Stacked, is_stacked_only
 from lz_compile.api.rolling.syntax import (
+    KNOWN,
     PREFIX,
     SUPPORT,
     NotRolledError,
@@ -358,8 +359,9 @@ def _compiled(function: types.FunctionType, tree: ast.FunctionDef, support: Supp
     for each in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs, tree.args.vararg, tree.args.kwarg):
         if each is not None:
             each.annotation = None
+    tree.body = [ast.ImportFrom("lz_compile.api.rolling", [ast.alias("traced", SUPPORT)], 0), *tree.body]
     tree.name = f"{PREFIX}new"  # by its own name it calls what is called so outside
-    outer = ast.arguments([], [ast.arg(each) for each in (SUPPORT, *free)], None, [], [], None, [])
+    outer = ast.arguments([], [ast.arg(each) for each in (KNOWN, *free)], None, [], [], None, [])
     factory = ast.FunctionDef(f"{PREFIX}factory", outer, [tree, ast.Return(ast.Name(tree.name, ast.Load()))], [], None)
     module = ast.Module([placed(factory, tree)], [])
     ast.fix_missing_locations(module)
@@ -367,7 +369,7 @@ def _compiled(function: types.FunctionType, tree: ast.FunctionDef, support: Supp
     (whole,) = (each for each in made.co_consts if isinstance(each, types.CodeType))
     code = next(each for each in whole.co_consts if isinstance(each, types.CodeType) and each.co_name == tree.name)
     cells = dict(zip(free, function.__closure__ or (), strict=True))
-    closure = tuple(types.CellType(support) if name == SUPPORT else cells[name] for name in code.co_freevars)
+    closure = tuple(types.CellType(support) if name == KNOWN else cells[name] for name in code.co_freevars)
     code = code.replace(co_name=function.__code__.co_name)
     found = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     found.__kwdefaults__ = function.__kwdefaults__

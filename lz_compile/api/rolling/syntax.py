@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 Node = TypeVar("Node", bound=ast.AST)
-#: Names of ours in the new source.
-SUPPORT, PREFIX = "__lz", "__lz_"
+#: Names of ours in the new source: functions, what is known of loops, and others.
+SUPPORT, KNOWN, PREFIX = "__lz", "__lzknown", "__lz_"
+#: Functions that are told what is known.
+_TOLD = frozenset({"rolls", "scan", "called", "inherited"})
 
 
 class NotRolledError(Exception):
@@ -171,7 +173,8 @@ def is_named_call(node: ast.AST, *names: str) -> bool:
 
 def support(name: str, *given: ast.expr) -> ast.Call:
     """A call of something of ours."""
-    return ast.Call(attribute(SUPPORT, name), list(given), [])
+    told = [ast.Name(KNOWN, ast.Load())] if name in _TOLD else []
+    return ast.Call(attribute(SUPPORT, name), [*told, *given], [])
 
 
 def placed(made: Node, like: ast.AST) -> Node:
