@@ -25,6 +25,15 @@ def let_inductor_count() -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def see_assignments(is_behind: bool) -> bool:
+    """That attributes may be assigned behind a scan, called in front of it and behind."""
+    from lz_compile.lowering import inductor
+
+    inductor.see_assignments(is_behind=is_behind)
+    return True
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_confined(place: str) -> bool:
     """Whether PyTorch compiles no scan where this is traced."""
     from lz_compile.lowering.inductor import confines_scans
@@ -78,3 +87,15 @@ def whole_of(known: Support, key: int, place: int) -> torch.dtype | None:
 def chunk_of(known: Support) -> str | None:
     """Steps from one kept state to the next, as Dynamo makes no symbol of it."""
     return known.chunk
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def plan_of(known: Support, where: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
+    """Of what a step needs twins of: where it is, and which attributes it has, by name."""
+    return tuple((each.path, each.states, each.others, each.items) for each in known.parts.get(where, ()))
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def twin_of(known: Support, where: str, place: int) -> type:
+    """The class of a twin."""
+    return known.parts[where][place].twin

@@ -28,6 +28,7 @@ from lz_compile.api.rolling.facts import (
 from lz_compile.api.rolling.scanning import Step, scanned
 from lz_compile.api.rolling.syntax import NotRolledError
 from lz_compile.api.rolling.trees import leaves
+from lz_compile.api.rolling.twins import Part
 from lz_compile.ground.events import record
 
 #: From so many steps on a loop is compiled, in seconds, where the model is not.
@@ -50,6 +51,8 @@ class Support:
     files: set[str] = field(default_factory=set)
     callees: list[tuple[types.FunctionType, types.FunctionType]] = field(default_factory=list)
     root: torch.nn.Module | None = None
+    owned: dict[int, list[int]] = field(default_factory=dict)  # which of what a loop carries are attributes
+    parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)  # by places of loops
     compiled: dict[int, Callable[..., Any] | None] = field(default_factory=dict)
     is_eager: bool = True
     is_random: bool = False
@@ -66,6 +69,10 @@ class Support:
             self.places.append((file, line))
         return self.places.index((file, line))
 
+    def where(self, key: int) -> str:
+        """The place of a loop, as text."""
+        return ":".join(map(str, self.places[key]))
+
     def refuse(self, file: str, line: int, why: str, at: int = 0, home: int = 0) -> None:
         """Leave a loop as it is; one of a function that begins at a line, ``home``, is told if that has run."""
         if home and (file, line) not in self.refused:
@@ -76,12 +83,21 @@ class Support:
         """Whether a loop is a scan where nothing is compiled: while it is tried, and where it is compiled by itself."""
         if self.is_tried:
             return key not in self.resting and self._is_tried(key, given())
-        if not self.is_proven or not self.is_eager or self.is_random or key not in self.tried:
+        if (
+            self.where(key) in self.parts
+            or not self.is_proven
+            or not self.is_eager
+            or self.is_random
+            or key not in self.tried
+        ):
             return False
         return self.compiled.get(key, self) is not None and self._is_long(key, given())
 
     def takes(self, key: int, kind: str, modules: Sequence[torch.nn.Module]) -> bool:
         """Whether a loop is a scan where it is compiled: the like of it was proven, or is tried now."""
+        parts = self.parts.get(self.where(key), ())
+        if parts and not (modules and all(part.fits(modules[-1]) for part in parts)):
+            return False
         kind += modes_of(modules) + self._modes()
         known = self.tried.get(key, ())
         if not self.is_tried:
@@ -193,7 +209,7 @@ class Support:
         except Exception as error:  # noqa: BLE001  # whatever a compiler says, the steps are what they are
             self.compiled[key] = None
             text = (str(error).splitlines() or [""])[0]
-            record("LOOP_NOT_COMPILED", f"the loop at {':'.join(map(str, self.places[key]))}: {text}")
+            record("LOOP_NOT_COMPILED", f"the loop at {self.where(key)}: {text}")
         return self._tried(key, step, init, answers, items, given[0], given[1])
 
     def _tried(
@@ -223,10 +239,28 @@ class Support:
             raise NotRolledError("what it carries changes its shape or dtype")
         if kinds[0] != kinds[1]:
             self.peeled.add(key)
+        self._check_attributes(key, init, carry, items)
         found = [[ys[j] for ys in out] for j in range(len(out[0]))]
         if any(not isinstance(y, Tensor) or _kinds((y,)) != _kinds((each[0],)) for each in found for y in each):
             raise NotRolledError("what its steps hand out changes its shape or dtype, or is no tensor")
         return carry, tuple(torch.stack(each) for each in found)
+
+    def _check_attributes(self, key: int, init: Any, carry: tuple[Any, ...], items: Any) -> None:
+        """Refuse attributes that are left as what others hold: behind a scan they have memory of their own."""
+        places = self.owned.get(key, [])
+        others = [each.read if isinstance(each, Items) else each for each in items]
+        others += [] if self.root is None or not places else [*self.root.parameters(), *self.root.buffers()]
+        known = _memory([init, others, [each for i, each in enumerate(carry) if i not in places]])
+        for i in places:
+            own = _memory(carry[i])
+            if own & known:
+                raise NotRolledError("an attribute is left as something that has another name")
+            known |= own
+
+
+def _memory(tree: Any) -> set[int]:
+    tensors = (each for each in leaves(tree) if isinstance(each, Tensor) and each.numel())
+    return {each.untyped_storage().data_ptr() for each in tensors}
 
 
 class _NoEffects(TorchDispatchMode):

@@ -13,6 +13,7 @@ from torch._higher_order_ops.scan import scan, scan_op
 from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.fx.traceback import annotate
 
+from lz_compile.api.rolling.asked import see_assignments
 from lz_compile.api.rolling.facts import Answers, Items, middle, reads_it
 from lz_compile.api.rolling.syntax import NotRolledError
 from lz_compile.api.rolling.trees import leaves as leaves_of
@@ -85,7 +86,9 @@ def _scan(combine: Any, leaves: list[Tensor], over: list[Tensor]) -> tuple[list[
         flat, ys = scan(combine, leaves, over, dim=0)
         return flat, ys
 
+    see_assignments(is_behind=False)
     flat, ys = scan_op(partial(_combined, combine_fn=combine, states=len(leaves)), leaves, over, ())
+    see_assignments(is_behind=True)
     return flat, ys
 
 

@@ -22,8 +22,10 @@ from lz_compile.api.rolling.asked import (
     is_peeled,
     is_undifferentiated,
     let_inductor_count,
+    plan_of,
     tell,
     trains,
+    twin_of,
     whole_of,
 )
 from lz_compile.api.rolling.facts import (
@@ -35,6 +37,7 @@ from lz_compile.api.rolling.facts import (
     answers_of,
     changes_numbers,
     device_of,
+    has_hooks,
     items_of,
     kind_of,
     needs_gradients,
@@ -79,8 +82,57 @@ def rolls(known: Support, key: int, place: str, given: Callable[[], Facts]) -> b
             return False
         if is_confined(place):
             return False
+    *_, module = facts
+    if any(has_hooks(owner_of(module, path)) for path, *_ in plan_of(known, place) if path):
+        tell(place, "hooks may see attributes that it assigns")
+        return False
     kind = kind_of(facts)
     return kind is not None and bool(is_like(known, key, kind))
+
+
+def owner_of(module: Any, path: Sequence[str]) -> Any:
+    """What is below a module."""
+    for name in path:
+        module = getattr(module, name)
+    return module
+
+
+def held(module: Any, path: Sequence[str], name: str) -> Any:
+    """An attribute of what is below a module; None where it has none yet."""
+    return getattr(owner_of(module, path), name, None)
+
+
+def put_back(shared: Sequence[tuple[Any, Sequence[Any]]], place: int, name: str, value: Any) -> None:
+    """Assign an attribute of a module of which steps had a twin."""
+    setattr(shared[place][0], name, value)
+
+
+def parts(known: Support, where: str, module: Any) -> list[tuple[Any, list[Any]]]:
+    """Modules that steps have twins of, and what these share with them.
+
+    They are read in front of a scan: Dynamo (2.13) forgets what is assigned to modules that it comes to inside or behind it.
+    """
+    owners = [owner_of(module, path) for path, *_ in plan_of(known, where)]
+    plan = plan_of(known, where)
+    return [(owner, [getattr(owner, name) for name in each[2]]) for owner, each in zip(owners, plan, strict=True)]
+
+
+def twin(known: Support, where: str, shared: Sequence[tuple[Any, Sequence[Any]]], states: Sequence[Any]) -> Any:
+    """Twins of modules, the first one with the others below it, whose attributes nobody else sees."""
+    made: dict[Any, Any] = {}
+    left = [*states]
+    for i, (path, names, others, items) in enumerate(plan_of(known, where)):
+        found: Any = twin_of(known, where, i)()
+        for name, value in zip(others, shared[i][1], strict=True):
+            setattr(found, name, value)
+        for name in names:
+            setattr(found, name, left.pop(0))
+        if items:
+            found.items = items
+        made[path] = found
+        if path:
+            setattr(made[path[:-1]], path[-1], found)
+    return made[()]
 
 
 def called(known: Support, function: Any) -> Any:
