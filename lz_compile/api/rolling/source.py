@@ -15,7 +15,7 @@ from lz_compile.api.rolling.calls import Called
 from lz_compile.api.rolling.loops import read_loop
 from lz_compile.api.rolling.ownership import listed, made, made_tensors, numbered, rebound, repeated
 from lz_compile.api.rolling.parts import Condition, Loop, Scope, Written
-from lz_compile.api.rolling.places import Counter, Read
+from lz_compile.api.rolling.places import Counter, Read, if_counted
 from lz_compile.api.rolling.running import Support
 from lz_compile.api.rolling.slots import Slot
 from lz_compile.api.rolling.spelling import counted_while, replace_value, with_plain_names
@@ -296,22 +296,8 @@ def _facts(loop: Loop) -> list[ast.expr]:
 def _condition(condition: Condition) -> ast.expr:
     """``(place of the range, what is held against zero as a function of the counter, how)``."""
     argument = ast.arguments([], [ast.arg(condition.counter.name)], None, [], [], None, [])
-    function = ast.Lambda(argument, _if_counted(condition.difference, condition.counter.name))
+    function = ast.Lambda(argument, if_counted(condition.difference, condition.counter.name))
     return _tuple([ast.Constant(condition.counter.place), function, ast.Constant(condition.order)])
-
-
-def _if_counted(place: ast.expr, counter: str) -> ast.expr:
-    """What a counter gives; None where that is no number, which a condition around it may rule out."""
-    parts = [each for each in _without(place, counter) if not isinstance(each, ast.Constant)]
-    return ast.IfExp(call_of("counts", *parts), place, ast.Constant(None)) if parts else place
-
-
-def _without(place: ast.expr, counter: str) -> list[ast.expr]:
-    """The largest parts of an expression that have no counter."""
-    if counter not in loads(place):
-        return [place]
-    inner = (each for each in ast.iter_child_nodes(place) if isinstance(each, ast.expr))
-    return [part for each in inner for part in _without(each, counter)]
 
 
 def _last(counter: Counter, loop: Loop, node: ast.For | ast.While) -> ast.stmt:
@@ -349,7 +335,7 @@ def _read(read: Read) -> ast.expr:
     if read.counter is None:
         return _tuple([read.base, ast.Constant(read.dim), nothing, nothing, read.end or nothing, _tuple([])])
     argument = ast.arguments([], [ast.arg(read.counter.name)], None, [], [], None, [])
-    places = [None if each is None else _if_counted(each, read.counter.name) for each in (read.place, read.end)]
+    places = [None if each is None else if_counted(each, read.counter.name) for each in (read.place, read.end)]
     ends = [None if each is None else ast.Lambda(argument, each) for each in places]
     shown = [nothing if each is None else each for each in ends]
     base = read.base if read.under is None else ast.IfExp(read.under, read.base, nothing)
