@@ -334,7 +334,7 @@ def test_calls_check_the_loops_own_state_and_none_of_what_those_call():
     function = lz.roll_loops(decayed, torch.randn(2, 8, 4))
     torch.compile(function, backend="layerzero", options={"guard_filter_fn": guarded})(torch.randn(2, 16, 4))
     assert not [each for each in names if "rolling" in each or "higher_order" in each or "pytree'" in each]
-    assert [each for each in names if each.endswith(".is_proven")]
+    assert [each for each in names if each.endswith(".state")]
     assert "given[0]" in names
 
 

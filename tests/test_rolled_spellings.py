@@ -294,19 +294,6 @@ def kept_pairs(x):
     return found
 
 
-class Membrane(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.h = None
-
-    def forward(self, x):
-        self.h, found = None, []
-        for t in range(x.shape[1]):
-            self.h = x[:, t] if self.h is None else 0.9 * self.h + x[:, t]
-            found.append(self.h)
-        return torch.stack(found, 1)
-
-
 @pytest.mark.parametrize(
     ("function", "reason"),
     [
@@ -315,7 +302,6 @@ class Membrane(nn.Module):
         (of_others, "in place, by add_"),
         (inverted, "_linalg_check_errors"),
         (kept_pairs, "is no tensor"),
-        (Membrane(), "assigns the attribute h"),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )

@@ -31,6 +31,13 @@ from torch._dynamo.metrics_context import MetricsContext
 from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.symbolic_convert import tls as tracing_here
 from torch._dynamo.utils import counters, get_metrics_context
+from torch._dynamo.variables import (
+    BaseListVariable,
+    ConstDictVariable,
+    UnspecializedNNModuleVariable,
+    UserDefinedObjectVariable,
+)
+from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._functorch import config as functorch_config
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import ChainedSource, CompileContext, Guard, Source, TracingContext
@@ -332,6 +339,55 @@ def confines_scans() -> bool:
             return True
         tracer = tracer.parent
     return False
+
+
+#: What Dynamo knows of objects in front of scans that it traces, outer ones first.
+_objects: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+
+
+def see_assignments(*, is_behind: bool) -> None:
+    """Make Dynamo (2.13) see what is assigned to objects behind a scan that it traces; else that is lost, silently.
+
+    A scan is traced with what is known of objects, behind it a copy goes on that was made in front of it: views of
+    attributes are still of the former, and objects that were met inside are unknown. To be called in front and behind.
+    """
+    translator: Any = getattr(tracing_here, "current_tx", None)
+    if translator is None:
+        return
+    output = translator.output
+    if not is_behind:
+        _objects.setdefault(translator, []).append(output.side_effects)
+        return
+    known, met = output.side_effects, _objects[translator].pop()
+    for held in met.keepalive:
+        variable = met.id_to_variable.get(id(held))
+        kinds = (AttributeMutationExisting, ValueMutationExisting)
+        if held not in known and isinstance(getattr(variable, "mutation_type", None), kinds):
+            known.id_to_variable[id(held)] = variable
+            known.keepalive.append(held)
+    for variable in known.id_to_variable.values():
+        if isinstance(variable, UserDefinedObjectVariable):
+            variable.dict_vt = None
+
+
+def traced_modules(name: str) -> list[torch.nn.Module]:
+    """Modules in the containers that a local name of the function stands for which Dynamo traces just now, in order.
+
+    Asking Dynamo itself for their modes would guard those of all that is inside of them.
+    """
+    translator: Any = getattr(tracing_here, "current_tx", None)
+    frame = None if translator is None else translator.output.current_tx
+    return [] if frame is None else list(_modules_in(frame.symbolic_locals[name]))
+
+
+def _modules_in(variable: Any) -> Iterator[torch.nn.Module]:
+    found = variable.realize()
+    if isinstance(found, UnspecializedNNModuleVariable):
+        module: Any = found.value
+        yield module
+    elif isinstance(found, (BaseListVariable, ConstDictVariable)):
+        for each in found.items if isinstance(found, BaseListVariable) else found.items.values():
+            yield from _modules_in(each)
 
 
 #: The configuration of the compile that goes on in this thread, beyond Inductor's defaults.
@@ -751,8 +807,10 @@ def drop_fixed_guards() -> None:
 def _is_fixed(source: Source) -> bool:
     while isinstance(source, ChainedSource):
         source = source.base
+        if isinstance(source, AttrSource) and source.member == "SUPPORTED_NODES":
+            return True  # an entry of PyTorch's table of containers; whether it has one is asked for
     name = source.global_name if isinstance(source, GlobalSource) else ""
-    return name.removeprefix("__import_").replace("_dot_", ".").startswith(_FIXED)
+    return f"{name.removeprefix('__import_').replace('_dot_', '.')}.".startswith(_FIXED)
 
 
 @dataclass(frozen=True)

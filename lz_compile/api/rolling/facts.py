@@ -2,16 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from builtins import (  # noqa: UP029
+    all,
+    any,
+    bool,
+    float,
+    int,
+    isinstance,
+    len,
+    list,
+    map,
+    max,
+    min,
+    next,
+    range,
+    set,
+    slice,
+    tuple,
+    type,
+    zip,
+)
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, arange, is_autocast_enabled
+from torch import bool as truth
 from torch.fx.experimental.symbolic_shapes import has_static_value
-from torch.utils import _pytree as pytree
 
 from lz_compile.api.rolling.syntax import NotRolledError
+from lz_compile.api.rolling.trees import leaves, structure
 
 #: Fewer steps than this are traced one by one.
 LEAST_STEPS = 4
@@ -96,7 +117,7 @@ def _is_tensor(found: Any) -> bool:
 
 def device_of(init: tuple[Any, ...], reads: Sequence[Given]) -> torch.device | None:
     """Where a loop computes."""
-    every = (*pytree.tree_leaves(init), *(tensor for tensor, *_ in reads))
+    every = (*leaves(init), *(tensor for tensor, *_ in reads))
     return next((each.device for each in every if isinstance(each, Tensor)), None)
 
 
@@ -175,7 +196,7 @@ def items_of(
     if tensor is None or not any(_reads_it(given, answers)):
         return None
     if isinstance(tensor, Counted):
-        return torch.arange(steps, device=device) * tensor.step + tensor.start
+        return arange(steps, device=device) * tensor.step + tensor.start
     _is_tensor(tensor)
     problem = _problem(given, ranges, steps, answers)
     if problem:
@@ -194,7 +215,7 @@ def items_of(
     if stride > 0:
         found = tensor[(*(slice(None),) * dim, slice(at, last + 1, stride))]
     else:
-        index = torch.arange(at, last - 1, stride, device=tensor.device)
+        index = arange(at, last - 1, stride, device=tensor.device)
         found = tensor.index_select(dim, index)
     found = found.movedim(dim, 0)
     found = found if end is None else found.unsqueeze(dim + 1)
@@ -234,19 +255,19 @@ def _problem(given: Given, ranges: Sequence[Counted], steps: int, answers: Answe
     return ""
 
 
-def kind_of(facts: Facts, root: torch.nn.Module | None) -> str | None:
-    """What a proof holds for, beyond sizes: ranks, dtypes, sizes of one, modes; None where it holds for none.
+def kind_of(facts: Facts) -> str | None:
+    """What a proof holds for, beyond sizes and modes: ranks, dtypes, sizes of one; None where it holds for none.
 
     None is also the answer of fewer steps than are worth it, and of places that are not those of a scan.
     """
-    init, ranges, reads, tests, writes, free, module = facts
+    init, ranges, reads, tests, writes, free, _ = facts
     if not (ranges or reads) or not all(is_known(tensor) for tensor, *_ in reads):
         return None
     steps = steps_of(ranges, reads)
     if steps < LEAST_STEPS:
         return None
-    leaves, spec = pytree.tree_flatten(init)
-    text, answers = str(spec), answers_of(tests, ranges, steps)
+    carried = leaves(init)
+    text, answers = structure(init), answers_of(tests, ranges, steps)
     written = [where for flag, _, where in writes if flag and where is not None]
     names = [name for flag, name, _ in writes if flag]
     if answers is None or len(set(names)) < len(names):
@@ -259,43 +280,40 @@ def kind_of(facts: Facts, root: torch.nn.Module | None) -> str | None:
         if where is None:
             return None
         text += where
-    for each in (*leaves, *(tensor for tensor, *_ in reads)):
+    for each in (*carried, *(tensor for tensor, *_ in reads)):
         text += " " + _pattern(each)
-    if not all(map(_is_taken, (*leaves, *(tensor for tensor, *_ in reads), *free))):
+    if not all(map(_is_taken, (*carried, *(tensor for tensor, *_ in reads), *free))):
         return None
-    for each in pytree.tree_leaves(list(free)):
-        text += " " + (_modes(each) if isinstance(each, torch.nn.Module) else _pattern(each))
+    for each in leaves(free):
+        text += " " + _pattern(each)
     for answer in (
         *answers[0],
         *answers[1],
         *answers[2],
-        torch.is_autocast_enabled("cpu"),
-        torch.is_autocast_enabled("cuda"),
+        is_autocast_enabled("cpu"),
+        is_autocast_enabled("cuda"),
     ):
         text += " none" if answer is None else " yes" if answer else " no"
-    for each in (module, root):
-        text += _modes(each) if isinstance(each, torch.nn.Module) else ""
     return text
 
 
-def needs_gradients(facts: Facts, root: torch.nn.Module | None) -> bool:
+def needs_gradients(facts: Facts) -> bool:
     """Whether anything that a loop computes with is differentiated."""
     init, _, reads, _, writes, free, _ = facts
     held = [tensor for tensor, *_ in reads], [where[0] for _, _, where in writes if where is not None]
-    every = [each for each in pytree.tree_leaves([init, *held, list(free)]) if isinstance(each, Tensor)]
-    every += [] if root is None else [*root.parameters()]
+    every = [each for each in leaves([init, *held, free]) if isinstance(each, Tensor)]
     return any(each.requires_grad for each in every)
 
 
 def rank_of(dtype: torch.dtype) -> int:
     """What casts to what of a higher rank alone, as ``torch.can_cast`` has it, which Dynamo does not trace."""
-    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else int(dtype != torch.bool)
+    return 3 if dtype.is_complex else 2 if dtype.is_floating_point else int(dtype != truth)
 
 
 def changes_numbers(facts: Facts) -> bool:
     """Whether a loop computes with a Python number that Dynamo has a symbol for."""
     init, *_, free, _ = facts
-    return any(isinstance(each, float) and not has_static_value(each) for each in (*pytree.tree_leaves(init), *free))
+    return any(isinstance(each, float) and not has_static_value(each) for each in (*leaves(init), *free))
 
 
 def _is_taken(found: Any) -> bool:
@@ -316,11 +334,9 @@ def _where(given: Given, ranges: Sequence[Counted], steps: int, answers: Answers
     return " up" if function(first) < function(first + by) else " down"
 
 
-def _modes(module: torch.nn.Module) -> str:
-    text = " "
-    for each in module.modules():
-        text += "+" if each.training else "-"
-    return text
+def modes_of(modules: Iterable[torch.nn.Module]) -> str:
+    """Which of some modules, and of those inside, are in training."""
+    return " ".join("".join("+" if each.training else "-" for each in module.modules()) for module in modules)
 
 
 def has_hooks(module: torch.nn.Module) -> bool:

@@ -14,6 +14,7 @@ from lz_compile.api.rolling.spelling import unbound
 from lz_compile.api.rolling.step import Branches, Reads, Transposed, WrittenOut, written_in_place
 from lz_compile.api.rolling.syntax import (
     PREFIX,
+    TWIN,
     NotRolledError,
     changed_in_place,
     first_read,
@@ -137,7 +138,7 @@ def _check(node: ast.For, body: list[ast.stmt]) -> None:
             raise NotRolledError("it changes a container, by add", line)  # of a tensor it would be of no use
         if type(each) in _REFUSED:
             raise NotRolledError(_REFUSED[type(each)], line)
-        if isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Load):
+        if isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Load) and TWIN not in loads(each):
             raise NotRolledError(f"it assigns the attribute {each.attr}", line)
         if isinstance(each, ast.Call) and isinstance(each.func, ast.Name) and each.func.id in _OUTSIDE:
             raise NotRolledError(f"it calls {each.func.id}", line)

@@ -16,6 +16,7 @@ from lz_compile.api.rolling.syntax import (
     is_store,
     loads,
     placed,
+    support,
 )
 
 
@@ -174,3 +175,17 @@ def is_size(call: ast.Call) -> bool:
     return is_named_call(call, "len", "int") or (
         isinstance(call.func, ast.Attribute) and call.func.attr in ("size", "dim")
     )
+
+
+def if_counted(place: ast.expr, counter: str) -> ast.expr:
+    """What a counter gives; None where that is no number, which a condition around it may rule out."""
+    parts = [each for each in _without(place, counter) if not isinstance(each, ast.Constant)]
+    return ast.IfExp(support("counts", *parts), place, ast.Constant(None)) if parts else place
+
+
+def _without(place: ast.expr, counter: str) -> list[ast.expr]:
+    """The largest parts of an expression that have no counter."""
+    if counter not in loads(place):
+        return [place]
+    inner = (each for each in ast.iter_child_nodes(place) if isinstance(each, ast.expr))
+    return [part for each in inner for part in _without(each, counter)]

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import functools
 import inspect
 import types
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, fx, nn
+from torch.compiler import is_compiling
 from torch.utils import _pytree as pytree
 
-from lz_compile.api.rolling.calls import is_ours, names_in
+from lz_compile.api.rolling.calls import is_ours
 from lz_compile.api.rolling.comparing import are_close, contents, held_by, random_numbers, watching
+from lz_compile.api.rolling.methods import methods_of, plain, reached, with_methods
 from lz_compile.api.rolling.running import Support, refusals
 from lz_compile.api.rolling.source import rolled
 from lz_compile.api.rolling.syntax import NotRolledError
+from lz_compile.api.rolling.twins import Part, parts_of
 from lz_compile.ground.events import record
 
 T = TypeVar("T", bound="Callable[..., Any]")
@@ -86,7 +90,9 @@ class _Session:
         """The rolled function in place of one; None where it has no loop over time."""
         if function not in self._made:
             self._made[function] = None  # one that calls itself
-            self._made[function] = found = rolled(function, self.support, self._place, self._functions(), self._kinds())
+            self._made[function] = found = rolled(
+                function, self.support, self._place, self._functions(), self._kinds(), self._twins
+            )
             if found is not None:
                 self.support.callees.append((function, found))
         return self._made[function]
@@ -105,6 +111,10 @@ class _Session:
         """Classes of modules."""
         return ()
 
+    def _twins(self, _function: types.FunctionType, _body: list[ast.stmt]) -> tuple[Part, ...]:
+        """What steps need twins of."""
+        return ()
+
     def prove(self, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         """Try the scans, and use those that are right."""
         self.is_done, support = True, self.support
@@ -112,6 +122,7 @@ class _Session:
             before = len(support.refused)
             if self._is_right(given, named) and len(support.refused) == before:
                 support.is_proven = True
+                support.settle()
                 self._try_other_mode(given, named)
                 break
             if len(support.refused) == before and not self._each_alone(given, named):
@@ -174,7 +185,7 @@ class _Session:
                 return self._refuse(f"it cannot be tried: {_text(error)}")
             if not self.support.places:
                 return False
-            self.support.is_tried = True
+            self.support.try_()
             try:
                 for compiles in (False, True):
                     found = self._run(given, named, is_edited=True, is_flipped=is_flipped, compiles=compiles)
@@ -206,7 +217,8 @@ class _Session:
         try:
             yield
         finally:
-            self.support.is_tried, self.support.root = False, self.root
+            self.support.root = self.root
+            self.support.settle()
 
     def _refuse(self, why: str) -> bool:
         """Refuse the loop that ran, or all where none did; of several it is not known which it is."""
@@ -282,7 +294,7 @@ class _Function(_Session):
 
         @functools.wraps(self._function)
         def call(*given: Any, **named: Any) -> Any:
-            if not session.is_done and not torch.compiler.is_compiling():
+            if not is_compiling() and not session.is_done:
                 session.prove(given, named)
             return session.current(*given, **named)
 
@@ -299,7 +311,7 @@ class _Modules(_Session):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self._module = self.root = self.support.root = module
-        methods = (each for found in _reached(module).values() for each in found.values())
+        methods = (each for found in reached(module).values() for each in found.values())
         self.support.files = {each.__code__.co_filename for each in methods if isinstance(each, types.FunctionType)}
         self._remove = module.register_forward_pre_hook(self._first_call, with_kwargs=True).remove
 
@@ -308,9 +320,9 @@ class _Modules(_Session):
 
     def edit(self) -> Any:
         classes: dict[type, type] = {}
-        every = _reached(self._module)
+        every = reached(self._module)
         for module in self._module.modules():
-            kind = _plain(type(module))
+            kind = plain(type(module))
             if kind not in classes:
                 found = {}
                 for name, method in every[kind].items():
@@ -318,12 +330,20 @@ class _Modules(_Session):
                     function = self.made(method.__func__ if is_wrapped else method)
                     if function is not None:
                         found[name] = type(method)(function) if is_wrapped else function
-                classes[kind] = _with_methods(kind, found) if found else kind
+                classes[kind] = with_methods(kind, found) if found else kind
             module.__class__ = classes[kind]
         return self._module
 
     def _kinds(self) -> Collection[type]:
-        return {_plain(type(each)) for each in self._module.modules()}
+        return {plain(type(each)) for each in self._module.modules()}
+
+    def _twins(self, function: types.FunctionType, body: list[ast.stmt]) -> tuple[Part, ...]:
+        kinds = {kind: methods_of(kind) for kind in self._kinds()}
+        owners = [each for each in self._module.modules() if function in kinds[plain(type(each))].values()]
+        found = [parts_of(each, function, body) for each in owners]
+        if any(each != found[0] for each in found):
+            raise NotRolledError("modules of its class keep their state in other attributes each")
+        return found[0] if found else ()
 
     def _functions(self) -> Collection[str]:
         every = ((name, each) for module in self._module.modules() for name, each in vars(module).items())
@@ -337,62 +357,9 @@ class _Modules(_Session):
         module = copy.deepcopy(self._module)
         if not is_edited:
             for each in module.modules():
-                each.__class__ = _plain(type(each))
+                each.__class__ = plain(type(each))
         return module.train(self._module.training != is_flipped) if is_flipped else module, module
 
     def _first_call(self, _module: nn.Module, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        if "support" in vars(self) and not torch.compiler.is_compiling():
+        if "support" in vars(self) and not is_compiling():
             self.prove(given, named)
-
-
-#: The class that a rolled one was made of.
-_PLAIN: dict[type, type] = {}
-
-
-def _plain(kind: type) -> type:
-    return _PLAIN.get(kind, kind)
-
-
-def _with_methods(kind: type, methods: Mapping[str, Any]) -> type:
-    """A class with some methods replaced, which looks like the old one, and is stored as that."""
-
-    def reduced(module: nn.Module, _protocol: int) -> tuple[Any, ...]:
-        return kind.__new__, (kind,), vars(module)
-
-    def copied(module: nn.Module, memo: dict[int, Any]) -> Any:
-        made = memo[id(module)] = type(module).__new__(type(module))
-        vars(made).update(copy.deepcopy(vars(module), memo))
-        return made
-
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    own = {} if hasattr(kind, "__deepcopy__") else {"__deepcopy__": copied}
-    found = type(kind.__name__, (kind,), {**names, **methods, **own, "__reduce_ex__": reduced})
-    _PLAIN[found] = kind
-    return found
-
-
-def _reached(module: nn.Module) -> dict[type, dict[str, Any]]:
-    """Of the classes of modules, the methods that ``forward`` may come to, as far as their names tell."""
-    every = {kind: _methods(kind) for kind in {_plain(type(each)) for each in module.modules()}}
-    own = every[_plain(type(module))]
-    wanted, known = {"forward"} if "forward" in own else {*own}, set[str]()
-    while wanted:
-        name = wanted.pop()
-        known.add(name)
-        for method in (found[name] for found in every.values() if name in found):
-            is_wrapped = isinstance(method, (staticmethod, classmethod))
-            wanted |= names_in(method.__func__ if is_wrapped else method) - known
-    return {kind: {name: each for name, each in found.items() if name in known} for kind, found in every.items()}
-
-
-def _methods(kind: type[nn.Module]) -> dict[str, Any]:
-    """What a class of modules that is not PyTorch's own defines, the nearest of each name."""
-    found: dict[str, Any] = {}
-    for each in kind.__mro__:
-        if each is nn.Module:
-            break
-        if not each.__module__.startswith("torch.nn."):
-            for name, value in vars(each).items():
-                found.setdefault(name, value)
-    kinds = (types.FunctionType, staticmethod, classmethod)
-    return {name: value for name, value in found.items() if isinstance(value, kinds)}

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from builtins import bool, isinstance, len, range  # noqa: UP029
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
+from torch import cat as joined
+from torch import stack as stacked
 
 from lz_compile.api.rolling.facts import Places
 from lz_compile.api.rolling.scanning import own
@@ -30,58 +32,54 @@ class Rows:
         return Rows(self.whole.flip(0), self.behind[::-1], self.before[::-1])
 
 
-class Lists:
-    """What rolled functions call in place of a list's own methods, and of ``torch.stack`` and ``torch.cat``."""
+def appended(found: Any, before: Sequence[Tensor]) -> Any:
+    """What a loop appended, to be stacked."""
+    return Rows(found, before)
 
-    @staticmethod
-    def appended(found: Any, before: Sequence[Tensor]) -> Any:
-        """What a loop appended, to be stacked."""
-        return Rows(found, before)
 
-    @staticmethod
-    def holds(found: Any) -> bool:
-        """Whether a list has anything in it."""
-        return isinstance(found, Rows) or bool(found)
+def holds(found: Any) -> bool:
+    """Whether a list has anything in it."""
+    return isinstance(found, Rows) or bool(found)
 
-    @staticmethod
-    def inserted(found: Any, behind: Sequence[Tensor]) -> Any:
-        """What a loop put in front, step by step, to be stacked."""
-        return Rows(found.flip(0), (), behind)
 
-    @staticmethod
-    def listed_in_front(found: Any, behind: Sequence[Any]) -> Any:
-        """The same, as a list."""
-        return [*Lists.listed(found.flip(0)), *behind]
+def inserted(found: Any, behind: Sequence[Tensor]) -> Any:
+    """What a loop put in front, step by step, to be stacked."""
+    return Rows(found.flip(0), (), behind)
 
-    @staticmethod
-    def turned(found: Any) -> Any:
-        """A list the other way round."""
-        return found.turned() if isinstance(found, Rows) else found[::-1]
 
-    @staticmethod
-    def listed(found: Any, before: Sequence[Any] = ()) -> Any:
-        """What a loop appended, as a list."""
-        return [*before, *(found[i] for i in range(len(found)))]  # of unbind, none could be written to
+def listed_in_front(found: Any, behind: Sequence[Any]) -> Any:
+    """The same, as a list."""
+    return [*listed(found.flip(0)), *behind]
 
-    @staticmethod
-    def stack(found: Any, *given: Any, **named: Any) -> Tensor:
-        """``torch.stack``."""
-        if not isinstance(found, Rows) or named.keys() - {"dim"}:
-            return torch.stack(_list(found), *given, **named)
-        dim = given[0] if given else named.get("dim", 0)
-        rest = own(found.whole.movedim(0, dim))
-        ends = [[torch.stack(each, dim)] if each else [] for each in (found.before, found.behind)]
-        return torch.cat([*ends[0], rest, *ends[1]], dim) if ends[0] or ends[1] else rest
 
-    @staticmethod
-    def cat(found: Any, *given: Any, **named: Any) -> Tensor:
-        """``torch.cat``."""
-        if not isinstance(found, Rows) or named.keys() - {"dim"}:
-            return torch.cat(_list(found), *given, **named)
-        dim = given[0] if given else named.get("dim", 0)
-        at = dim if dim >= 0 else dim + found.whole.dim() - 1
-        rest = own(found.whole.movedim(0, at).flatten(at, at + 1))
-        return torch.cat([*found.before, rest, *found.behind], dim) if found.before or found.behind else rest
+def turned(found: Any) -> Any:
+    """A list the other way round."""
+    return found.turned() if isinstance(found, Rows) else found[::-1]
+
+
+def listed(found: Any, before: Sequence[Any] = ()) -> Any:
+    """What a loop appended, as a list."""
+    return [*before, *(found[i] for i in range(len(found)))]  # of unbind, none could be written to
+
+
+def stack(found: Any, *given: Any, **named: Any) -> Tensor:
+    """``torch.stack``."""
+    if not isinstance(found, Rows) or named.keys() - {"dim"}:
+        return stacked(_list(found), *given, **named)
+    dim = given[0] if given else named.get("dim", 0)
+    rest = own(found.whole.movedim(0, dim))
+    ends = [[stacked(each, dim)] if each else [] for each in (found.before, found.behind)]
+    return joined([*ends[0], rest, *ends[1]], dim) if ends[0] or ends[1] else rest
+
+
+def cat(found: Any, *given: Any, **named: Any) -> Tensor:
+    """``torch.cat``."""
+    if not isinstance(found, Rows) or named.keys() - {"dim"}:
+        return joined(_list(found), *given, **named)
+    dim = given[0] if given else named.get("dim", 0)
+    at = dim if dim >= 0 else dim + found.whole.dim() - 1
+    rest = own(found.whole.movedim(0, at).flatten(at, at + 1))
+    return joined([*found.before, rest, *found.behind], dim) if found.before or found.behind else rest
 
 
 def _list(found: Any) -> Any:

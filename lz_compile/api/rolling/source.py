@@ -6,7 +6,6 @@ import __future__
 import ast
 import copy
 import functools
-import inspect
 import types
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -16,19 +15,23 @@ from lz_compile.api.rolling.calls import Called
 from lz_compile.api.rolling.loops import read_loop
 from lz_compile.api.rolling.ownership import listed, made, made_tensors, numbered, rebound, repeated
 from lz_compile.api.rolling.parts import Condition, Loop, Scope, Written
-from lz_compile.api.rolling.places import Counter, Read
+from lz_compile.api.rolling.places import Counter, Read, if_counted
 from lz_compile.api.rolling.running import Support
+from lz_compile.api.rolling.slots import Slot
 from lz_compile.api.rolling.spelling import counted_while, replace_value, with_plain_names
 from lz_compile.api.rolling.stacking import Stacked, is_stacked_only
 from lz_compile.api.rolling.syntax import (
+    KNOWN,
     PREFIX,
     SUPPORT,
+    TWIN,
     NotRolledError,
     changed_in_place,
     first_read,
     is_named_call,
     live,
     loads,
+    parsed,
     placed,
     stores,
     surely_assigned,
@@ -37,6 +40,7 @@ from lz_compile.api.rolling.syntax import (
 from lz_compile.api.rolling.syntax import (
     support as call_of,
 )
+from lz_compile.api.rolling.twins import State, Twins, carried_by, on_twins, with_states
 
 
 def rolled(
@@ -45,6 +49,7 @@ def rolled(
     place: Callable[[types.FunctionType], int | None],
     attributes: Collection[str] = (),
     kinds: Collection[type] = (),
+    twins: Twins | None = None,
 ) -> types.FunctionType | None:
     """``function`` with loops as scans where ``support`` says so; None where it has no loop that can be one.
 
@@ -56,9 +61,10 @@ def rolled(
         place: the number of a function that is called and has such loops.
         attributes: names of modules' attributes that are functions with such loops.
         kinds: classes of the modules that there are.
+        twins: what a step needs twins of, by the function and the statements of the step.
     """
     try:
-        tree = _parsed(function)
+        tree = parsed(function)
     except (OSError, TypeError, SyntaxError) as error:
         support.refuse(
             function.__code__.co_filename, function.__code__.co_firstlineno, f"its source is not at hand: {error}"
@@ -76,7 +82,7 @@ def rolled(
     calls.visit(tree)
     if not has_loop and not calls.count:
         return None
-    editor = _Editor(function, support, tree)
+    editor = _Editor(function, support, tree, twins)
     editor.edit()
     return _compiled(function, tree, support) if editor.found or calls.count else None
 
@@ -85,24 +91,13 @@ def _has_loop(tree: ast.AST) -> bool:
     return any(isinstance(each, (ast.For, ast.While)) for each in ast.walk(tree))
 
 
-def _parsed(function: types.FunctionType) -> ast.FunctionDef | None:
-    """The syntax of a plain function, with the lines of its file; None where it is no ``def``."""
-    if function.__name__ == "<lambda>":
-        return None
-    lines, first = inspect.getsourcelines(function.__code__)  # of a decorated one, the function around it
-    text, is_inside = "".join(lines), lines[0][:1].isspace()
-    tree: Any = ast.parse(f"if True:\n{text}" if is_inside else text)
-    ast.increment_lineno(tree, first - 1 - is_inside)
-    body = tree.body[0].body if is_inside else tree.body
-    found = body[0] if body else None
-    is_plain = isinstance(found, ast.FunctionDef) and not inspect.isgeneratorfunction(function)
-    return found if is_plain else None
-
-
 class _Editor:
     """Loops of one function, outer ones first."""
 
-    def __init__(self, function: types.FunctionType, support: Support, tree: ast.FunctionDef) -> None:
+    def __init__(
+        self, function: types.FunctionType, support: Support, tree: ast.FunctionDef, twins: Twins | None
+    ) -> None:
+        self._function, self._twins = function, twins
         self._file, self._home = function.__code__.co_filename, function.__code__.co_firstlineno
         self._support, self._tree, self.found = support, tree, 0
         arguments = tree.args
@@ -163,7 +158,7 @@ class _Editor:
             if (self._file, node.lineno) in self._support.refused:
                 raise NotRolledError(self._support.refused[self._file, node.lineno], node.lineno)
             counted = counted_while(node) if isinstance(node, ast.While) else node
-            loop = read_loop(counted, replace(names, own=names.own - self._inner))
+            loop, states = self._read(counted, replace(names, own=names.own - self._inner))
             late = changed_in_place(*rest) & {*loop.carried, *loop.late}
             if late:
                 raise NotRolledError(f"{min(late)} is changed in place behind it", node.lineno)
@@ -180,6 +175,8 @@ class _Editor:
             return [node]
         self.found += 1
         key = self._support.loop(self._file, node.lineno)
+        outs = [*loop.carried, *loop.late]
+        self._support.owned[key] = [outs.index(each.name) for each in states]
         lists = names.lists | names.started
         rows = {each.name for each in loop.written if each.name in lists and each.joined is None} - self._inner
         rows = {name for name in rows if name not in names.around and is_stacked_only(name, rest)}
@@ -189,9 +186,29 @@ class _Editor:
                 replace_value(made_by, value, placed(call_of("repeated", value.left, value.right), value))
             rest[:] = [Stacked(name).visit(each) for each in rest]
         given = ast.Lambda(_NO_ARGUMENTS, _tuple([*_given(loop), *_facts(loop), _self(self._tree)]))
-        test = call_of("rolls", ast.Constant(key), ast.Constant(f"{self._file}:{node.lineno}"), given)
+        test = call_of("rolls", ast.Constant(key), ast.Constant(self._where(node)), given)
         rolled = [*_scan(loop, key, rows), *(_last(each, loop, node) for each in loop.behind)]
+        rolled = with_states(rolled, states, self._where(node))
         return [placed(ast.If(test, rolled, [node]), node)]
+
+    def _where(self, node: ast.stmt) -> str:
+        return f"{self._file}:{node.lineno}"
+
+    def _read(self, node: ast.For, names: Scope) -> tuple[Loop, list[State]]:
+        """What a loop does, and the attributes of modules that it carries."""
+        parts = (
+            self._twins(self._function, node.body) if self._twins is not None and "self" in loads(*node.body) else ()
+        )
+        if not parts:
+            return read_loop(node, names), []
+        self._support.parts[self._where(node)] = parts
+        states = carried_by(parts)
+        known = {each.name for each in states}
+        body = on_twins(node.body, parts, states, self._where(node))
+        names = replace(names, before=names.before | known, sure=names.sure | known, own=names.own | {TWIN})
+        loop = read_loop(placed(ast.For(node.target, node.iter, body, node.orelse), node), names)
+        loop.slots += [Slot(each.name, each.read("self")) for each in states]
+        return loop, states
 
     def _refuse(self, error: NotRolledError, line: int = 0) -> None:
         self._support.refuse(self._file, line or error.line, str(error), error.line, self._home)
@@ -279,22 +296,8 @@ def _facts(loop: Loop) -> list[ast.expr]:
 def _condition(condition: Condition) -> ast.expr:
     """``(place of the range, what is held against zero as a function of the counter, how)``."""
     argument = ast.arguments([], [ast.arg(condition.counter.name)], None, [], [], None, [])
-    function = ast.Lambda(argument, _if_counted(condition.difference, condition.counter.name))
+    function = ast.Lambda(argument, if_counted(condition.difference, condition.counter.name))
     return _tuple([ast.Constant(condition.counter.place), function, ast.Constant(condition.order)])
-
-
-def _if_counted(place: ast.expr, counter: str) -> ast.expr:
-    """What a counter gives; None where that is no number, which a condition around it may rule out."""
-    parts = [each for each in _without(place, counter) if not isinstance(each, ast.Constant)]
-    return ast.IfExp(call_of("counts", *parts), place, ast.Constant(None)) if parts else place
-
-
-def _without(place: ast.expr, counter: str) -> list[ast.expr]:
-    """The largest parts of an expression that have no counter."""
-    if counter not in loads(place):
-        return [place]
-    inner = (each for each in ast.iter_child_nodes(place) if isinstance(each, ast.expr))
-    return [part for each in inner for part in _without(each, counter)]
 
 
 def _last(counter: Counter, loop: Loop, node: ast.For | ast.While) -> ast.stmt:
@@ -332,7 +335,7 @@ def _read(read: Read) -> ast.expr:
     if read.counter is None:
         return _tuple([read.base, ast.Constant(read.dim), nothing, nothing, read.end or nothing, _tuple([])])
     argument = ast.arguments([], [ast.arg(read.counter.name)], None, [], [], None, [])
-    places = [None if each is None else _if_counted(each, read.counter.name) for each in (read.place, read.end)]
+    places = [None if each is None else if_counted(each, read.counter.name) for each in (read.place, read.end)]
     ends = [None if each is None else ast.Lambda(argument, each) for each in places]
     shown = [nothing if each is None else each for each in ends]
     base = read.base if read.under is None else ast.IfExp(read.under, read.base, nothing)
@@ -358,8 +361,9 @@ def _compiled(function: types.FunctionType, tree: ast.FunctionDef, support: Supp
     for each in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs, tree.args.vararg, tree.args.kwarg):
         if each is not None:
             each.annotation = None
+    tree.body = [ast.ImportFrom("lz_compile.api.rolling", [ast.alias("traced", SUPPORT)], 0), *tree.body]
     tree.name = f"{PREFIX}new"  # by its own name it calls what is called so outside
-    outer = ast.arguments([], [ast.arg(each) for each in (SUPPORT, *free)], None, [], [], None, [])
+    outer = ast.arguments([], [ast.arg(each) for each in (KNOWN, *free)], None, [], [], None, [])
     factory = ast.FunctionDef(f"{PREFIX}factory", outer, [tree, ast.Return(ast.Name(tree.name, ast.Load()))], [], None)
     module = ast.Module([placed(factory, tree)], [])
     ast.fix_missing_locations(module)
@@ -367,7 +371,7 @@ def _compiled(function: types.FunctionType, tree: ast.FunctionDef, support: Supp
     (whole,) = (each for each in made.co_consts if isinstance(each, types.CodeType))
     code = next(each for each in whole.co_consts if isinstance(each, types.CodeType) and each.co_name == tree.name)
     cells = dict(zip(free, function.__closure__ or (), strict=True))
-    closure = tuple(types.CellType(support) if name == SUPPORT else cells[name] for name in code.co_freevars)
+    closure = tuple(types.CellType(support) if name == KNOWN else cells[name] for name in code.co_freevars)
     code = code.replace(co_name=function.__code__.co_name)
     found = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     found.__kwdefaults__ = function.__kwdefaults__

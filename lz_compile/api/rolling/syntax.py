@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ast
+import inspect
+import types
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Node = TypeVar("Node", bound=ast.AST)
-#: Names of ours in the new source.
-SUPPORT, PREFIX = "__lz", "__lz_"
+#: Names of ours in the new source: functions, what is known of loops, and others.
+SUPPORT, KNOWN, PREFIX = "__lz", "__lzknown", "__lz_"
+#: The twin of ``self`` in a step, what it is made of, and the attributes that are carried, by number.
+TWIN, PARTS, STATE = "__lztwin", "__lzparts", "__lzstate"
+#: Functions that are told what is known.
+_TOLD = frozenset({"rolls", "scan", "called", "inherited", "parts", "twin"})
 
 
 class NotRolledError(Exception):
@@ -171,7 +177,8 @@ def is_named_call(node: ast.AST, *names: str) -> bool:
 
 def support(name: str, *given: ast.expr) -> ast.Call:
     """A call of something of ours."""
-    return ast.Call(attribute(SUPPORT, name), list(given), [])
+    told = [ast.Name(KNOWN, ast.Load())] if name in _TOLD else []
+    return ast.Call(attribute(SUPPORT, name), [*told, *given], [])
 
 
 def placed(made: Node, like: ast.AST) -> Node:
@@ -186,3 +193,17 @@ def placed(made: Node, like: ast.AST) -> Node:
 def attribute(owner: str | ast.expr, name: str) -> ast.expr:
     """``owner.name``."""
     return ast.Attribute(ast.Name(owner, ast.Load()) if isinstance(owner, str) else owner, name, ast.Load())
+
+
+def parsed(function: types.FunctionType) -> ast.FunctionDef | None:
+    """The syntax of a plain function, with the lines of its file; None where it is no ``def``."""
+    if function.__name__ == "<lambda>":
+        return None
+    lines, first = inspect.getsourcelines(function.__code__)  # of a decorated one, the function around it
+    text, is_inside = "".join(lines), lines[0][:1].isspace()
+    tree: Any = ast.parse(f"if True:\n{text}" if is_inside else text)
+    ast.increment_lineno(tree, first - 1 - is_inside)
+    body = tree.body[0].body if is_inside else tree.body
+    found = body[0] if body else None
+    is_plain = isinstance(found, ast.FunctionDef) and not inspect.isgeneratorfunction(function)
+    return found if is_plain else None

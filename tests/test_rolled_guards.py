@@ -1,0 +1,57 @@
+"""What Dynamo asks in every call of a rolled function, beyond what it asks of the loop as it is written."""
+
+import pytest
+import torch
+
+import lz_compile as lz
+from benchmarks.rolled_loops import MODELS
+from lz_compile.lowering.inductor import drop_fixed_guards
+
+#: Half of them are PyTorch's own scan's. There were 150.
+MOST = 16
+OURS = ("lz", "session", "__closure__", "is_compiling", "builtins", "_pytree", "higher_order")
+
+
+def asked_of(function, given):
+    """Names of what is asked; sizes are not among them."""
+
+    def kept(entries):
+        names.update(each.name for each in entries)
+        return [True] * len(entries)
+
+    def backend(graph, _given):
+        assert graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan)
+        drop_fixed_guards()
+        return graph.forward
+
+    names = set()
+    torch._dynamo.reset()
+    with torch.no_grad():
+        torch.compile(function, backend=backend, dynamic=True, options={"guard_filter_fn": kept})(*given)
+    return names
+
+
+@pytest.mark.parametrize("name", [each for each in MODELS if each != "gated units"])
+def test_a_rolled_loop_asks_little_more_than_the_loop_itself(name):
+    make, inputs = MODELS[name]
+    asked = asked_of(lz.roll_loops(make(), *inputs(5)), inputs(20))
+    ours = sorted(name for name in asked if any(part in name for part in OURS))
+    assert [each for each in ours if each.endswith(".state")]
+    assert len(ours) <= MOST, ours
+
+
+def test_modules_that_no_step_reads_are_not_asked_for_their_modes():
+    class Deep(torch.nn.Module):
+        def __init__(self, layers):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Dropout(0.5) for _ in range(layers)])
+
+        def forward(self, x):
+            h, found = x.new_zeros(x.shape[0]), []
+            for t in range(x.shape[1]):
+                h = 0.5 * h + x[:, t]
+                found.append(h)
+            return torch.stack(found, 1)
+
+    few, many = (asked_of(lz.roll_loops(Deep(n), torch.randn(2, 6)), (torch.randn(2, 20),)) for n in (1, 40))
+    assert len(few) == len(many)
