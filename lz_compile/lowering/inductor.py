@@ -472,9 +472,9 @@ def break_reason(module: fx.GraphModule) -> str | None:
 
 @dataclass(frozen=True)
 class _Instructions:
-    """The widest instruction set of a processor, and whether what PyTorch tries it by could be built and loaded."""
+    """What was tried, and whether it could be built and loaded: the widest instruction set of a processor, or code for it."""
 
-    widest: str
+    tried: str
     works: bool
 
 
@@ -489,7 +489,7 @@ def _ask_for_the_widest_instructions() -> None:
     """Spare Inductor trying PyTorch's vectors by every instruction set of this processor: the widest stands for all.
 
     It (2.13) builds a library for each, 4 s the first time, and loads it in a process of its own, 0.5 s each time that a
-    program starts. What it tries besides, of bfloat16, VNNI and AMX, it still does.
+    program starts. What it tries besides, of bfloat16, VNNI and AMX, it does once for each code, processor and compiler.
     """
     flags = set(x86_isa_checker())
     widest = next((each for each in supported_vec_isa_list if flags.issuperset(str(each).split())), None)
@@ -497,6 +497,8 @@ def _ask_for_the_widest_instructions() -> None:
     if widest is None or is_told or valid_vec_isa_list.cache_info().currsize:
         return
     facts = f"{widest} {inductor_config.cpp.cxx} {code_runs_on()}"
+    for each in supported_vec_isa_list:
+        each.check_build = partial(_is_built_once, each.check_build, facts)  # type: ignore[method-assign]
     try:
         known = Store("instructions").recall(facts, _Instructions, lambda: _Instructions(str(widest), _loads(widest)))
     except Exception as error:  # noqa: BLE001 without a compiler; what needs one says so itself
@@ -512,6 +514,18 @@ def _ask_for_the_widest_instructions() -> None:
 def _is_built(asked: Callable[[str], bool], code: str) -> bool:
     """What is known of PyTorch's own trial, and asked of any other."""
     return code == VecISA._avx_code or asked(code)
+
+
+def _is_built_once(asked: Callable[[str], bool], facts: str, code: str) -> bool:
+    """Of what PyTorch tries beside its vectors it is kept that it was built and loaded: that is up to the compiler."""
+    if code == VecISA._avx_code:
+        return asked(code)
+    store, key = Store("instructions"), hashlib.sha256(f"{facts} {code}".encode()).hexdigest()
+    if store.load(key, _Instructions) is None:
+        if not asked(code):  # which may be for want of time, in PyTorch's limit
+            return False
+        store.save(key, dataclasses.asdict(_Instructions(facts, works=True)))
+    return True
 
 
 def _loads(instructions: VecISA) -> bool:
@@ -560,15 +574,10 @@ def cache_root() -> Path:
 
 
 def built_libraries() -> list[Path]:
-    """The C++ libraries of this process, generated code and ours, and what instructions are tried by."""
+    """The C++ libraries of this process, generated code and ours."""
     root = cache_root()
     keys = {key for kind in (CppCodeCache, CppPythonBindingsCodeCache, CppWrapperCodeCache) for key in kind.cache}
-    trials = {path for path in root.glob("*/*.so") if "." not in path.stem and _is_trial(path.with_suffix(".cpp"))}
-    return sorted(trials | {path for key in keys for path in root.glob(f"{key[1:3]}/{key}*.so")})
-
-
-def _is_trial(source: Path) -> bool:
-    return source.exists() and "_chk_" in source.read_text()
+    return sorted(path for key in keys for path in root.glob(f"{key[1:3]}/{key}*.so"))
 
 
 def empty_cpu(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
