@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache, partial, wraps
+from functools import cached_property, lru_cache, partial, wraps
 from inspect import signature
 from operator import attrgetter
 from pathlib import Path
@@ -34,8 +34,10 @@ from torch._dynamo.utils import counters, get_metrics_context
 from torch._functorch import config as functorch_config
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import ChainedSource, CompileContext, Guard, Source, TracingContext
+from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
-from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache, CppWrapperCodeCache
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache, CppWrapperCodeCache, LambdaFuture
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import (
     VecISA,
@@ -60,6 +62,7 @@ from lz_compile.ground import events
 from lz_compile.ground.machine import code_runs_on
 from lz_compile.ground.store import Store
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
+from lz_compile.lowering.joined_kernels import joined, may_be_joined, numbered, shared_out
 from lz_compile.lowering.regions import has_regions, untangle
 from lz_compile.lowering.value_guards import Frame, KnownValues, has_values
 
@@ -149,6 +152,83 @@ def _of_values(function: Callable[..., str]) -> Callable[..., str]:
     return of_values
 
 
+#: Whether the C++ kernels that are met in this thread now are built together.
+_is_joining: ContextVar[bool] = ContextVar("lz_compile_kernels_joined", default=False)
+_pybinding = AsyncCompile.cpp_pybinding
+
+
+@contextmanager
+def _kernels_joined() -> Iterator[None]:
+    """C++ kernels of graphs that are compiled inside, or come from a cache, are built in few libraries, not one each."""
+    AsyncCompile.cpp_pybinding = _joined_pybinding  # type: ignore[method-assign]  # elsewhere it does what it did
+    token = _is_joining.set(True)
+    try:
+        yield
+    finally:
+        _is_joining.reset(token)
+
+
+def _joined_pybinding(compiling: AsyncCompile, argtypes: list[str], source: str) -> Any:
+    """A kernel of a generated module. Where one thread compiles, Inductor builds each at once, and asks for none later."""
+    threads = getattr(async_compile, "get_compile_threads", lambda: inductor_config.compile_threads)
+    if not _is_joining.get() or not may_be_joined(source) or (threads() or 1) <= 1:
+        return _pybinding(compiling, argtypes, source)
+    kernels = vars(compiling).setdefault("_lz_kernels", _Kernels(compiling.submit))
+    return LambdaFuture(kernels.add(argtypes, source))
+
+
+class _Kernels:
+    """The kernels of a generated module, built when the first is asked for: Inductor has told all of them by then."""
+
+    def __init__(self, submit: Callable[..., Any]) -> None:
+        self._submit = submit
+        self._told: list[tuple[list[str], str]] = []
+
+    def add(self, argtypes: list[str], source: str) -> Callable[[], Any]:
+        """What gives the kernel."""
+        self._told.append((argtypes, source))
+        return partial(self._ask, len(self._told) - 1)
+
+    def _ask(self, place: int) -> Any:
+        return self._built[place]()
+
+    @cached_property
+    def _built(self) -> list[Callable[[], Any]]:
+        return [each for part in shared_out([source for _, source in self._told]) for each in self._library(part)]
+
+    def _library(self, part: range) -> list[Callable[[], Any]]:
+        """What gives some kernels; they are being built from here on."""
+        base = CppPythonBindingsCodeCache
+        if len(part) == 1:
+            return [base.load_pybinding_async(*self._told[part[0]], submit_fn=self._submit)]
+        spelled = [_with_bindings(*self._told[place], number) for number, place in enumerate(part)]
+        library = base.load_async(joined(spelled, base.entry_function), submit_fn=self._submit)
+        return [partial(self._kernel, library, number, place) for number, place in enumerate(part)]
+
+    def _kernel(self, library: Callable[[], Any], number: int, place: int) -> Callable[..., Any]:
+        bindings = _bindings(number)
+        try:
+            first = library()
+            module = bindings._load_library_inner(first.__file__, first.key) if number else first
+            return cast("Callable[..., Any]", getattr(module, bindings.entry_function))
+        except (CppCompileError, ImportError, OSError) as error:
+            events.record("KERNELS_NOT_JOINED", "a kernel is built in a library of its own", error)
+            return cast("Callable[..., Any]", CppPythonBindingsCodeCache.load_pybinding(*self._told[place]))
+
+
+def _bindings(number: int, **changed: Any) -> type[CppPythonBindingsCodeCache]:
+    """What Inductor builds and loads a kernel by, for that of a number in a joined source."""
+    name = numbered(CppPythonBindingsCodeCache.entry_function, number)
+    return type(name, (CppPythonBindingsCodeCache,), {"entry_function": name, **changed})
+
+
+def _with_bindings(argtypes: Sequence[str], source: str, number: int) -> str:
+    """A kernel with what makes it a function of Python, as Inductor spells it."""
+    told: list[str] = []
+    _bindings(number, load_async=lambda code, *_, **__: told.append(code)).load_pybinding_async(argtypes, source)
+    return told[0]
+
+
 def compile_graph(
     module: fx.GraphModule,
     inputs: Sequence[Any],
@@ -174,7 +254,8 @@ def compile_graph(
         # Inductor (2.13) writes over what a loop's body carries while it is still read: gradients of an sLSTM came out wrong.
         patches["inplace_buffers"] = False
     known = _bases(module, inputs)  # as long as it lives
-    with _without_recomputation(module), donated, _element_by_element() if rounds_alike else nullcontext():
+    rounded = _element_by_element() if rounds_alike else nullcontext()
+    with _without_recomputation(module), donated, rounded, _kernels_joined():
         compiled = cast("Callable[..., Any]", compile_fx(module, inputs, _compile_inner, config_patches=patches))
     del known
     return compiled
@@ -184,7 +265,8 @@ def _compile_inner(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) 
     """Compile a forward or a backward; with loops, on a CPU, C++ calls the kernels: some 10 µs a step instead of 30."""
     kept = [] if given.get("is_inference") or given.get("is_backward") else _keep_strides(module)
     try:
-        return _compile_loops(module, inputs, **given)
+        with _kernels_joined():
+            return _compile_loops(module, inputs, **given)
     finally:
         _tell_strides(kept)
 
