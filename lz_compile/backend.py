@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lz_compile.ground import garbage
+
 if TYPE_CHECKING:
     from torch import fx
 
@@ -29,9 +31,10 @@ def layerzero(
         OptionError: an option of ours is unknown or has a wrong value.
         RewriteFailedError: something of ours failed and ``layerzero.strict`` is set.
     """
-    from lz_compile.compile.compiler import compile_with_inductor
+    with garbage.of_new_objects():
+        from lz_compile.compile.compiler import compile_with_inductor
 
-    return compile_with_inductor(module, example_inputs, mode, options)
+        return compile_with_inductor(module, example_inputs, mode, options)
 
 
 def _reset() -> None:

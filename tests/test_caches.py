@@ -294,8 +294,20 @@ def test_the_widest_instructions_are_tried_once_for_all_processes(tried):
     assert str(cpu_vec_isa.pick_vec_isa()) == "avx512"
     assert bool(cpu_vec_isa.pick_vec_isa())  # as code generation asks
     assert tried == ["avx512"]
-    assert cpu_vec_isa.pick_vec_isa().check_build("another program")
-    assert tried == ["avx512", "PyTorch: avx512"]
+    for _ in range(2):
+        assert cpu_vec_isa.pick_vec_isa().check_build("another program")
+        assert tried == ["avx512", "PyTorch: avx512"]
+        _forget_instructions()
+        inductor._ask_for_the_widest_instructions()
+
+
+def test_a_trial_of_instructions_that_fails_is_made_again(tried, monkeypatch):
+    inductor._ask_for_the_widest_instructions()
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda *_: tried.append("PyTorch") or False)
+    _forget_instructions()
+    inductor._ask_for_the_widest_instructions()
+    assert [cpu_vec_isa.pick_vec_isa().check_build("another program") for _ in range(2)] == [False, False]
+    assert tried == ["avx512", "PyTorch", "PyTorch"]
 
 
 @pytest.mark.parametrize("error", [CppCompileError(["c++"], "no such instructions"), ImportError("no such symbol")])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache, partial, wraps
+from functools import cached_property, lru_cache, partial, wraps
 from inspect import signature
 from operator import attrgetter
 from pathlib import Path
@@ -41,8 +41,10 @@ from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutatio
 from torch._functorch import config as functorch_config
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import ChainedSource, CompileContext, Guard, Source, TracingContext
+from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
-from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache, CppWrapperCodeCache
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache, CppWrapperCodeCache, LambdaFuture
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import (
     VecISA,
@@ -67,6 +69,7 @@ from lz_compile.ground import events
 from lz_compile.ground.machine import code_runs_on
 from lz_compile.ground.store import Store
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
+from lz_compile.lowering.joined_kernels import joined, may_be_joined, numbered, shared_out
 from lz_compile.lowering.regions import has_regions, untangle
 from lz_compile.lowering.value_guards import Frame, KnownValues, has_values
 
@@ -156,6 +159,83 @@ def _of_values(function: Callable[..., str]) -> Callable[..., str]:
     return of_values
 
 
+#: Whether the C++ kernels that are met in this thread now are built together.
+_is_joining: ContextVar[bool] = ContextVar("lz_compile_kernels_joined", default=False)
+_pybinding = AsyncCompile.cpp_pybinding
+
+
+@contextmanager
+def _kernels_joined() -> Iterator[None]:
+    """C++ kernels of graphs that are compiled inside, or come from a cache, are built in few libraries, not one each."""
+    AsyncCompile.cpp_pybinding = _joined_pybinding  # type: ignore[method-assign]  # elsewhere it does what it did
+    token = _is_joining.set(True)
+    try:
+        yield
+    finally:
+        _is_joining.reset(token)
+
+
+def _joined_pybinding(compiling: AsyncCompile, argtypes: list[str], source: str) -> Any:
+    """A kernel of a generated module. Where one thread compiles, Inductor builds each at once, and asks for none later."""
+    threads = getattr(async_compile, "get_compile_threads", lambda: inductor_config.compile_threads)
+    if not _is_joining.get() or not may_be_joined(source) or (threads() or 1) <= 1:
+        return _pybinding(compiling, argtypes, source)
+    kernels = vars(compiling).setdefault("_lz_kernels", _Kernels(compiling.submit))
+    return LambdaFuture(kernels.add(argtypes, source))
+
+
+class _Kernels:
+    """The kernels of a generated module, built when the first is asked for: Inductor has told all of them by then."""
+
+    def __init__(self, submit: Callable[..., Any]) -> None:
+        self._submit = submit
+        self._told: list[tuple[list[str], str]] = []
+
+    def add(self, argtypes: list[str], source: str) -> Callable[[], Any]:
+        """What gives the kernel."""
+        self._told.append((argtypes, source))
+        return partial(self._ask, len(self._told) - 1)
+
+    def _ask(self, place: int) -> Any:
+        return self._built[place]()
+
+    @cached_property
+    def _built(self) -> list[Callable[[], Any]]:
+        return [each for part in shared_out([source for _, source in self._told]) for each in self._library(part)]
+
+    def _library(self, part: range) -> list[Callable[[], Any]]:
+        """What gives some kernels; they are being built from here on."""
+        base = CppPythonBindingsCodeCache
+        if len(part) == 1:
+            return [base.load_pybinding_async(*self._told[part[0]], submit_fn=self._submit)]
+        spelled = [_with_bindings(*self._told[place], number) for number, place in enumerate(part)]
+        library = base.load_async(joined(spelled, base.entry_function), submit_fn=self._submit)
+        return [partial(self._kernel, library, number, place) for number, place in enumerate(part)]
+
+    def _kernel(self, library: Callable[[], Any], number: int, place: int) -> Callable[..., Any]:
+        bindings = _bindings(number)
+        try:
+            first = library()
+            module = bindings._load_library_inner(first.__file__, first.key) if number else first
+            return cast("Callable[..., Any]", getattr(module, bindings.entry_function))
+        except (CppCompileError, ImportError, OSError) as error:
+            events.record("KERNELS_NOT_JOINED", "a kernel is built in a library of its own", error)
+            return cast("Callable[..., Any]", CppPythonBindingsCodeCache.load_pybinding(*self._told[place]))
+
+
+def _bindings(number: int, **changed: Any) -> type[CppPythonBindingsCodeCache]:
+    """What Inductor builds and loads a kernel by, for that of a number in a joined source."""
+    name = numbered(CppPythonBindingsCodeCache.entry_function, number)
+    return type(name, (CppPythonBindingsCodeCache,), {"entry_function": name, **changed})
+
+
+def _with_bindings(argtypes: Sequence[str], source: str, number: int) -> str:
+    """A kernel with what makes it a function of Python, as Inductor spells it."""
+    told: list[str] = []
+    _bindings(number, load_async=lambda code, *_, **__: told.append(code)).load_pybinding_async(argtypes, source)
+    return told[0]
+
+
 def compile_graph(
     module: fx.GraphModule,
     inputs: Sequence[Any],
@@ -181,7 +261,8 @@ def compile_graph(
         # Inductor (2.13) writes over what a loop's body carries while it is still read: gradients of an sLSTM came out wrong.
         patches["inplace_buffers"] = False
     known = _bases(module, inputs)  # as long as it lives
-    with _without_recomputation(module), donated, _element_by_element() if rounds_alike else nullcontext():
+    rounded = _element_by_element() if rounds_alike else nullcontext()
+    with _without_recomputation(module), donated, rounded, _kernels_joined():
         compiled = cast("Callable[..., Any]", compile_fx(module, inputs, _compile_inner, config_patches=patches))
     del known
     return compiled
@@ -191,7 +272,8 @@ def _compile_inner(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) 
     """Compile a forward or a backward; with loops, on a CPU, C++ calls the kernels: some 10 µs a step instead of 30."""
     kept = [] if given.get("is_inference") or given.get("is_backward") else _keep_strides(module)
     try:
-        return _compile_loops(module, inputs, **given)
+        with _kernels_joined():
+            return _compile_loops(module, inputs, **given)
     finally:
         _tell_strides(kept)
 
@@ -528,9 +610,9 @@ def break_reason(module: fx.GraphModule) -> str | None:
 
 @dataclass(frozen=True)
 class _Instructions:
-    """The widest instruction set of a processor, and whether what PyTorch tries it by could be built and loaded."""
+    """What was tried, and whether it could be built and loaded: the widest instruction set of a processor, or code for it."""
 
-    widest: str
+    tried: str
     works: bool
 
 
@@ -545,7 +627,7 @@ def _ask_for_the_widest_instructions() -> None:
     """Spare Inductor trying PyTorch's vectors by every instruction set of this processor: the widest stands for all.
 
     It (2.13) builds a library for each, 4 s the first time, and loads it in a process of its own, 0.5 s each time that a
-    program starts. What it tries besides, of bfloat16, VNNI and AMX, it still does.
+    program starts. What it tries besides, of bfloat16, VNNI and AMX, it does once for each code, processor and compiler.
     """
     flags = set(x86_isa_checker())
     widest = next((each for each in supported_vec_isa_list if flags.issuperset(str(each).split())), None)
@@ -553,6 +635,8 @@ def _ask_for_the_widest_instructions() -> None:
     if widest is None or is_told or valid_vec_isa_list.cache_info().currsize:
         return
     facts = f"{widest} {inductor_config.cpp.cxx} {code_runs_on()}"
+    for each in supported_vec_isa_list:
+        each.check_build = partial(_is_built_once, each.check_build, facts)  # type: ignore[method-assign]
     try:
         known = Store("instructions").recall(facts, _Instructions, lambda: _Instructions(str(widest), _loads(widest)))
     except Exception as error:  # noqa: BLE001 without a compiler; what needs one says so itself
@@ -568,6 +652,18 @@ def _ask_for_the_widest_instructions() -> None:
 def _is_built(asked: Callable[[str], bool], code: str) -> bool:
     """What is known of PyTorch's own trial, and asked of any other."""
     return code == VecISA._avx_code or asked(code)
+
+
+def _is_built_once(asked: Callable[[str], bool], facts: str, code: str) -> bool:
+    """Of what PyTorch tries beside its vectors it is kept that it was built and loaded: that is up to the compiler."""
+    if code == VecISA._avx_code:
+        return asked(code)
+    store, key = Store("instructions"), hashlib.sha256(f"{facts} {code}".encode()).hexdigest()
+    if store.load(key, _Instructions) is None:
+        if not asked(code):  # which may be for want of time, in PyTorch's limit
+            return False
+        store.save(key, dataclasses.asdict(_Instructions(facts, works=True)))
+    return True
 
 
 def _loads(instructions: VecISA) -> bool:
@@ -616,15 +712,10 @@ def cache_root() -> Path:
 
 
 def built_libraries() -> list[Path]:
-    """The C++ libraries of this process, generated code and ours, and what instructions are tried by."""
+    """The C++ libraries of this process, generated code and ours."""
     root = cache_root()
     keys = {key for kind in (CppCodeCache, CppPythonBindingsCodeCache, CppWrapperCodeCache) for key in kind.cache}
-    trials = {path for path in root.glob("*/*.so") if "." not in path.stem and _is_trial(path.with_suffix(".cpp"))}
-    return sorted(trials | {path for key in keys for path in root.glob(f"{key[1:3]}/{key}*.so")})
-
-
-def _is_trial(source: Path) -> bool:
-    return source.exists() and "_chk_" in source.read_text()
+    return sorted(path for key in keys for path in root.glob(f"{key[1:3]}/{key}*.so"))
 
 
 def empty_cpu(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
