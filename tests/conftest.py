@@ -23,6 +23,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import torch  # noqa: E402 - reads the variables above
 import torch._dynamo.guards  # noqa: E402 - reads the variables above
+import torch._dynamo.symbolic_convert  # noqa: E402 - reads the variables above
 from hypothesis import settings  # noqa: E402 - keeps the imports of this file together
 
 from lz_compile import clear_reports  # noqa: E402 - reads the variables above
@@ -51,6 +52,8 @@ if DEVICE is not None:
 logging.getLogger("torch.__trace").propagate = True
 # Dynamo times the guards of every compile after flushing the processor's caches: a thirtieth of the suite, for a log.
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+# Nor does it need to split every traced file into tokens, to name functions in another log.
+torch._dynamo.symbolic_convert.get_funcname = lambda *_: None
 
 # An eighth of the suite's time went into collecting what the imports above made and what lives as long as they.
 gc.freeze()
