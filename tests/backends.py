@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import fx
 from torch._higher_order_ops.scan import ScanAutogradImpl
+from torch._inductor.cpu_vec_isa import pick_vec_isa
 
 from lz_compile.compile.compiler import process
 from lz_compile.compile.options import split
@@ -77,6 +79,32 @@ class Traced(Rewriting):
     def compiled(self, graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """The graphs that it makes of a graph, run eagerly."""
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)  # type: ignore[no-any-return]
+
+
+class Beside:
+    """Backends beside each other, on the graphs of one capture: what each gives is what the first one gives, bit by bit.
+
+    A model is traced once for all of them; what it writes is written by each, so they are for models that write nothing.
+    """
+
+    def __init__(self, *backends: Callable[..., Any]) -> None:
+        self._backends = backends
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        runs = [each(fx.GraphModule(module, copy.deepcopy(module.graph)), inputs) for each in self._backends]
+
+        def run(*arguments: Any) -> Any:
+            result, *others = [each(*arguments) for each in runs]
+            for other in others:
+                torch.testing.assert_close(other, result, rtol=0, atol=0, equal_nan=True)
+            return result
+
+        return run
+
+
+def known_instruction_sets() -> dict[str, str]:
+    """Environment of a process with empty caches: it need not build again (7 s) what shows that this compiler's code runs."""
+    return {"TORCHINDUCTOR_VEC_ISA_OK": "1"} if pick_vec_isa() else {}
 
 
 def shipped(kernel_id: str) -> KernelSpec:

@@ -22,7 +22,8 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 import torch  # noqa: E402 - reads the variables above
-import torch._dynamo  # noqa: E402 - reads the variables above
+import torch._dynamo.guards  # noqa: E402 - reads the variables above
+import torch._dynamo.symbolic_convert  # noqa: E402 - reads the variables above
 from hypothesis import settings  # noqa: E402 - keeps the imports of this file together
 
 from lz_compile import clear_reports  # noqa: E402 - reads the variables above
@@ -46,7 +47,13 @@ if DEVICE is not None:
 
     torch.Generator = _Generator  # type: ignore[misc]
 
-logging.getLogger("torch.__trace").propagate = False  # pytest would keep and print every record of Dynamo
+# PyTorch writes structured traces, every graph as text, as soon as this logger has a handler, and pytest gives one to
+# loggers that do not propagate.
+logging.getLogger("torch.__trace").propagate = True
+# Dynamo times the guards of every compile after flushing the processor's caches: a thirtieth of the suite, for a log.
+torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
+# Nor does it need to split every traced file into tokens, to name functions in another log.
+torch._dynamo.symbolic_convert.get_funcname = lambda *_: None
 
 # An eighth of the suite's time went into collecting what the imports above made and what lives as long as they.
 gc.freeze()
@@ -116,6 +123,12 @@ def sdpa_first(monkeypatch: pytest.MonkeyPatch, by_priors: None) -> None:
         }
 
     monkeypatch.setattr(select, "kernels", ranked)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the test files imported out of every later collection: Transformers and Inductor are half of all objects."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_sessionfinish() -> None:

@@ -43,7 +43,7 @@ def _nothing_fell_back():
 @pytest.mark.parametrize("vocab", [1, 1500])
 @pytest.mark.parametrize("names", COMBINATIONS, ids="-".join)
 def test_draws_are_the_references(names, vocab, dtype):
-    operands = problem(3, vocab, names, dtype=dtype, seed=vocab)
+    operands = problem(2, vocab, names, dtype=dtype, seed=vocab)
     attrs = op.SamplingAttrs.of(operands, "ids", torch.float32)
     expected = op.reference(op.Operands(**wide(operands)), attrs)
     assert triton_sampling.sampling(op.Operands(**operands), attrs).tolist() == expected.tolist()
@@ -52,7 +52,7 @@ def test_draws_are_the_references(names, vocab, dtype):
 @pytest.mark.parametrize("result", ["scores", "probs"])
 @pytest.mark.parametrize("names", [(), ("bitmask", "bias"), LIMITS], ids="-".join)
 def test_scores_and_probabilities_are_the_references(names, result):
-    operands = problem(3, 700, names)
+    operands = problem(2, 700, names)
     attrs = op.SamplingAttrs.of(operands, result, torch.float32)
     expected = op.reference(op.Operands(**wide(operands)), op.SamplingAttrs.of(operands, result, torch.float64))
     found = triton_sampling.sampling(op.Operands(**operands), attrs)
@@ -72,9 +72,9 @@ def test_rows_without_a_distribution_are_told_from_others(value):
 @pytest.mark.parametrize("top_k_ties", op.TIES)
 def test_of_equal_scores_those_are_kept_that_the_reference_keeps(top_k_ties, top_p_ties):
     modes = (top_k_ties, top_p_ties)
-    operands, attrs = ties.problem(6, 37, ("top_k", "top_p"), modes, dtype=torch.bfloat16)
+    operands, attrs = ties.problem(3, 37, ("top_k", "top_p"), modes, dtype=torch.bfloat16)
     ties.assert_is_the_definitions(triton_sampling.sampling, operands, attrs, ["scores"])
-    operands, attrs = ties.problem(4, 130, LIMITS, modes)
+    operands, attrs = ties.problem(3, 130, LIMITS, modes)
     ties.assert_is_the_definitions(triton_sampling.sampling, operands, attrs, ["scores"])
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from backends import known_instruction_sets
 from rich.console import Console
 
 import lz_compile
@@ -107,7 +108,7 @@ def _run(tmp_path: Path, how: str) -> list[str]:
     caches = {name: str(tmp_path / f"{how}-{name}") for name in ("LAYERZERO_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
     done = subprocess.run(
         [sys.executable, "-c", _PROGRAM, str(tmp_path / "warm.zip"), how],
-        env={**os.environ, **caches},
+        env={**os.environ, **caches, **known_instruction_sets()},
         cwd=HERE,
         capture_output=True,
         text=True,

@@ -76,7 +76,7 @@ class Llama(nn.Module):
     def __init__(self, vocabulary: int = 97) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(vocabulary, 64), nn.Linear(64, vocabulary, bias=False)
-        self.layers, self.norm = nn.ModuleList(Block() for _ in range(2)), nn.RMSNorm(64, eps=1e-6)
+        self.layers, self.norm = nn.ModuleList([Block()]), nn.RMSNorm(64, eps=1e-6)
 
     def forward(self, tokens: torch.Tensor, keep: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         x_BSD = self.embed(tokens)
@@ -104,7 +104,7 @@ def log_probabilities(model, documents, options=None):
 def test_log_probabilities_of_a_llama_are_the_same_bits_alone_and_packed(dtype):
     lz.configure(deterministic="batch_invariant")
     model = Llama().to(dtype)
-    documents = [torch.randint(0, 97, (length,)) for length in (5, 23, 9)]
+    documents = [torch.randint(0, 97, (length,)) for length in (5, 23)]
     compiled = torch.compile(model, backend="layerzero", dynamic=False)
     packed = log_probabilities(compiled, documents)
     alone = [log_probabilities(compiled, [each])[0] for each in documents]

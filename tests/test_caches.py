@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from backends import known_instruction_sets
 from torch import fx
 from torch._inductor import cpu_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -83,6 +84,7 @@ class Process:
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "TORCHINDUCTOR_CACHE_DIR": str(self.directory / "inductor"),
+            **known_instruction_sets(),
             "LAYERZERO_CACHE_DIR": str(self.directory / "layerzero"),
             "TEST_LOCK": lock,
             **({} if source_hash is None else {"TEST_SOURCE_HASH": source_hash}),

@@ -299,8 +299,9 @@ def test_continuous_batching_gives_the_same_tokens(name: str, is_compiled: bool)
     expected = generated(own)
     assert [len(each) for each in expected] == [6] * 5
     assert generated(NAME) == expected
-    with pytest.warns(FutureWarning, match="prefix is no longer needed"):
-        assert generated(f"paged|{NAME}") == expected
+    if (name, is_compiled) == ("llama", False):
+        with pytest.warns(FutureWarning, match="prefix is no longer needed"):
+            assert generated(f"paged|{NAME}") == expected
 
 
 def test_gradient_checkpointing():
