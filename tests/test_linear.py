@@ -488,16 +488,6 @@ def test_scales_may_be_gathered_by_an_index_that_counts_groups():
         torch.testing.assert_close(call(X), module(X), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("index", [torch.arange(31, -1, -1) // 8, torch.arange(32) // 9, torch.arange(32) % 4])
-def test_groups_in_another_order_are_none(index):
-    module = Gathered(index.int())
-    found, backend = rewritten(module, X)
-    assert not backend.report.matches
-    assert "NOT_DEQUANTISED" in backend.why_not()
-    with torch.no_grad():
-        torch.testing.assert_close(found, module(X), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("is_view", [False, True])
 def test_numbers_that_are_overwritten_after_they_were_unpacked_have_no_bounds(is_view):
     def function(x, w, s):

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.spelled import function
-from lz_compile.lowering.value_guards import ByIdentity
+from lz_compile.lowering.value_guards import ByIdentity, tells_writes
 
 #: Elements of a tensor that are compared at every call.
 _SOME = 64
@@ -46,7 +46,7 @@ class _Stored:
         """A tensor as it is."""
         each = max(1, int(_SOME ** (1 / max(tensor.dim(), 1))))
         some = tensor.detach()[tuple(slice(None, None, max(1, math.ceil(size / each))) for size in tensor.shape)]
-        some = some.view(_INTEGERS[some.element_size()])  # NaN is itself
+        some = some if some.is_complex() else some.view(_INTEGERS[some.element_size()])  # NaN is itself
         values = some.clone() if tensor.device.type == "cpu" else None  # elsewhere, comparing waits for the device
         return cls(weakref.ref(tensor), tensor._version, tensor.data_ptr(), some, values)
 
@@ -67,12 +67,12 @@ _kept: ByIdentity[dict[str, _Kept]] = ByIdentity()
 
 
 def made_of(given: Sequence[Tensor], source: str) -> tuple[Tensor, ...]:
-    """What ``source`` gives for tensors, as :func:`~lz_compile.lowering.spelled.spelled` wrote it; known if it was asked before."""
+    """What ``source``, a text of :func:`spelled`, gives for tensors; known if it was asked before."""
     entries = _kept.get(given[0])
     kept = None if entries is None else entries.get(source)
     if kept is not None and all(one.is_still(other) for one, other in zip(kept.stored, given, strict=True)):
         return kept.values
-    if not all(map(may_be_followed, given)):
+    if not all(map(tells_writes, given)):
         return tuple(function(source)(None, *given))
     with torch.inference_mode(False), torch.no_grad():  # what is kept may be used in any mode
         stored = tuple(map(_Stored.now, given))
@@ -83,19 +83,6 @@ def made_of(given: Sequence[Tensor], source: str) -> tuple[Tensor, ...]:
         _kept.set(given[0], entries := {})
     entries[source] = _Kept(stored, values)
     return values
-
-
-def may_be_followed(tensor: Tensor) -> bool:
-    """Whether a tensor has memory of its own kind, and tells when it is written to."""
-    is_plain = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    is_known = tensor.dtype.itemsize in _INTEGERS and not (tensor.is_complex() or tensor.is_conj() or tensor.is_neg())
-    return is_plain and is_known and tensor.device.type != "meta" and not (tensor.is_inference() or tensor.is_quantized)
-
-
-def kept_bytes() -> int:
-    """Bytes of all that is kept in this process."""
-    tensors = [each for entries in _kept.values() for kept in entries.values() for each in kept.values]
-    return sum({each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}.values())
 
 
 def _call(
@@ -119,6 +106,11 @@ def _called(
         filled[place] = value
     found: Tensor = getattr(torch.ops.layerzero, f"{operator}_kernel").default(*filled, attrs)
     return found
+
+
+def kernel_behind(name: str, arguments: Sequence[Any]) -> str:
+    """The operator that a call of ``layerzero::<name>`` runs: another one where that gives it what is kept."""
+    return str(arguments[4]) if name.startswith("kept_call") else name
 
 
 #: ``call(operands, places, given, source, operator, attrs)``, in a graph.

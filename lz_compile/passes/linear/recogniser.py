@@ -21,6 +21,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.linear.emitter import LinearEmitter
+from lz_compile.passes.linear.forms import brought
 from lz_compile.passes.linear.reading import read_weight, storage_of
 from lz_compile.passes.linear.unpacked import numbers_of
 from lz_compile.passes.rewriting.core import Core, find_core
@@ -82,7 +83,7 @@ class _Reader:
         rows = set(axes_of(given.dims)) - set(product.summed)
         if rows & set(axes_of(factor.dims)):
             raise RefusedError("BATCHED_WEIGHT", "every row has a weight of its own", "multiply each by itself")
-        weight = read_weight(self.effects, product, factor, self.storage(factor.node))
+        weight = brought(self.effects, read_weight(self.effects, product, factor, self.storage(factor.node)))
         core = self._core(weight.region, weight.leaf.node, anchor, [given.node, *([] if bias is None else [bias.node])])
         read: Mapping[fx.Node, Dims] = {**weight.read, anchor: dims}
         return LinearEmitter.of(product, given, weight, bias, core).match(OP, core, read)
