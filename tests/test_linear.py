@@ -743,6 +743,23 @@ def test_sizes_may_be_symbolic():
     assert [match.kernel for match in backend.report.matches] == ["lz.cpp_linear"], backend.why_not()
 
 
+@pytest.mark.parametrize("name", ["shifts by a tensor", "signed halves", "other bits", "rows joined"])
+def test_unpacked_weights_of_symbolic_sizes_are_read_or_it_is_said_why_not(name):
+    function, *inputs = UNPACKED[name]
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"linear": "lz.cpp_linear"})
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(X, *inputs), function(X, *inputs), rtol=1e-4, atol=1e-4)
+        grown = torch.cat([inputs[0], inputs[0]]), torch.cat([inputs[1], inputs[1]])
+        if name in ("signed halves", "other bits"):
+            torch.testing.assert_close(compiled(X, *grown), function(X, *grown), rtol=1e-4, atol=1e-4)
+    if name == "rows joined":
+        assert "is unpacked into a shape that has no exact form" in backend.why_not()
+    else:
+        assert {match.kernel for match in backend.report.matches} == {"lz.cpp_linear"}, backend.why_not()
+
+
 def test_a_weight_whose_rows_lie_apart_is_not_for_the_kernel():
     """Which would copy it at every call."""
 

@@ -101,12 +101,16 @@ def read_weight(effects: Effects, product: Contraction, factor: Factor, storage:
     if unpacked is None:
         raise refusal
     shifted = less_shifted(effects, unpacked)
+    numbers = unpacked if shifted is None else shifted
     try:
-        return _read_plain(
-            effects, product, factor, unpacked.node if shifted is None else shifted.node, shifted or unpacked
-        )
-    except (RefusedError, LayoutError) as error:
+        return _read_plain(effects, product, factor, numbers.node, numbers)
+    except RefusedError as error:
         raise (refusal if storage is not None else error) from error
+    except LayoutError as error:
+        if isinstance(refusal, RefusedError):
+            raise refusal from error
+        text = f"{told(numbers.node)} is unpacked into a shape that has no exact form: {error}"
+        raise RefusedError("NOT_DEQUANTISED", text, "give the weight a fixed size, or unpack it row by row") from error
 
 
 def _read_stored(effects: Effects, product: Contraction, factor: Factor, storage: fx.Node) -> Weight:

@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import product, shape_of
+from lz_compile.lowering import inductor
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.calls import CASTS, constant_value
 from lz_compile.passes.formula.contraction import PRODUCTS
@@ -93,8 +95,12 @@ def less_shifted(effects: Effects, found: Unpacked) -> Unpacked | None:
 
 
 def _count(node: fx.Node) -> int:
+    """How many numbers a matrix has, as far as that is known: of symbolic sizes, those of the trace."""
     tensor = tensor_of(node)
-    return tensor.numel() if tensor is not None and tensor.dim() >= 2 and isinstance(tensor.numel(), int) else 0
+    if tensor is None or tensor.dim() < 2:
+        return 0
+    count = product(shape_of(tensor))
+    return count if isinstance(count, int) else inductor.symbolic_size(count, [tensor]).hint or 0
 
 
 def _is_given(effects: Effects, node: fx.Node) -> bool:
