@@ -54,7 +54,8 @@ class LinearAttrs(OpAttributes):
     """The attributes of one product with a stored weight.
 
     ``is_transposed`` says that neighbours in a row of the weight are none in memory. ``compute_dtype`` is the widest dtype in
-    which the source computes anything; a kernel may round less, never more.
+    which the source computes anything; a kernel may round less, never more. Where the source ``is_native``, PyTorch has it as
+    one call.
     """
 
     packing: Packing = "none"
@@ -65,6 +66,7 @@ class LinearAttrs(OpAttributes):
     has_bias: bool = False
     has_codebook: bool = False
     has_order: bool = False
+    is_native: bool = False
     compute_dtype: torch.dtype = torch.float32
     out_dtype: torch.dtype = torch.float32
 
@@ -177,6 +179,14 @@ def reference(x: Operands, attrs: LinearAttrs) -> torch.Tensor:
     return found.to(attrs.out_dtype)
 
 
+def _of_rows(input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(input, weight.to(input.dtype)) * scale
+
+
+#: What PyTorch's own products with stored weights compute, by name: their kernels take some sizes and dtypes only.
+NATIVE: Mapping[str, Callable[..., torch.Tensor]] = {"_weight_int8pack_mm": _of_rows}
+
+
 def ordered(x: Operands) -> torch.Tensor:
     """The input with its columns in the order of the weight's."""
     return x.input if x.order is None else x.input.index_select(1, x.order)
@@ -242,6 +252,7 @@ def features(attrs: LinearAttrs, facts: LinearFacts) -> dict[str, str]:
         "bias": attrs.has_bias and "a bias",
         "codebook": attrs.has_codebook and "a table of what sixteen numbers stand for",
         "order": attrs.has_order and "columns of a weight in another order than those of its input",
+        "native": attrs.is_native and "a source that is one call of PyTorch's",
         "wide_compute": attrs.compute_dtype == torch.float64 != facts.dtype and "steps in float64",
         "training": facts.needs_grad and "gradients",
     }

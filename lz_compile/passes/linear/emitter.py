@@ -15,7 +15,7 @@ from lz_compile.ground.sizes import product
 from lz_compile.lowering.ops.linear import LinearAttrs, LinearFacts, Operands, packed
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
-from lz_compile.passes.formula.contraction import Contraction, Factor
+from lz_compile.passes.formula.contraction import Factor
 from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.linear.bits import Indexed
 from lz_compile.passes.linear.forms import is_transposed
@@ -41,9 +41,9 @@ class LinearEmitter(TableEmitter):
     attrs: LinearAttrs
 
     @classmethod
-    def of(cls, found: Contraction, given: Factor, weight: Weight, bias: Leaf | None, core: Core) -> LinearEmitter:
+    def of(cls, dims: Dims, given: Factor, weight: Weight, bias: Leaf | None, core: Core) -> LinearEmitter:
         """What was read, over the axes of the result."""
-        rows = tuple(axis for axis in axes_of(found.dims) if axis not in set(weight.out))
+        rows = tuple(axis for axis in axes_of(dims) if axis not in set(weight.out))
         numbers = meaning(weight)
         dtypes = [known_tensor(node).dtype for node in core.nodes]
         attrs = LinearAttrs(
@@ -53,10 +53,11 @@ class LinearEmitter(TableEmitter):
             has_bias=bias is not None,
             has_codebook=weight.codebook is not None,
             has_order=weight.order is not None,
+            is_native=weight.is_native,
             compute_dtype=max((each for each in dtypes if each.is_floating_point), key=lambda each: each.itemsize),
             out_dtype=known_tensor(core.output).dtype,
         )
-        return cls(given, weight, bias, rows, core.output, found.dims, attrs)
+        return cls(given, weight, bias, rows, core.output, dims, attrs)
 
     @property
     def groups(self) -> Groups:

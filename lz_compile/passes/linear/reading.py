@@ -44,7 +44,7 @@ class Weight:
     graph computes it. ``order`` is an index of groups whose columns are no neighbours; columns are those that are, in order.
 
     Where it ``is_kept`` it is made once for all calls, of numbers less ``low`` where these are two in a byte; ``unkept`` is
-    why it is unpacked in every call.
+    why it is unpacked in every call. The source calls a product of PyTorch's own where it ``is_native``.
     """
 
     leaf: Leaf
@@ -63,6 +63,7 @@ class Weight:
     is_kept: bool = False
     low: int | None = None
     unkept: str = ""
+    is_native: bool = False
 
 
 def storage_of(effects: Effects, node: fx.Node) -> fx.Node | None:
