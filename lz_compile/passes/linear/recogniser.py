@@ -106,8 +106,10 @@ class _Reader:
             text = "the weight is laid out for the instructions of this machine, and PyTorch's own product of it stays"
             raise RefusedError("NOT_DEQUANTISED", text, "store two numbers in a byte, and multiply by what they mean")
         anchor, region = call.node, Region(self.effects)
-        dims, nodes = fresh(shape_of(known_tensor(anchor))), [region.seen_by(anchor, each) for each in anchor.args]
-        given, stored, scale = nodes
+        nodes = [region.seen_by(anchor, each) for each in anchor.args if isinstance(each, fx.Node)]
+        if len(nodes) != 3:
+            raise LayoutError("operands by other names")
+        (given, stored, scale), dims = nodes, fresh(shape_of(known_tensor(anchor)))
         (columns,) = fresh(shape_of(known_tensor(given))[1:])
         if not columns or not dims[1]:
             raise LayoutError("a product without columns")
