@@ -85,9 +85,11 @@ def _as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings, key: Store
     sinks = None if emitter.sinks is None else _of_edge(emitter, emitter.sinks.node, emitter.sinks.dims, core, passed)
     if sinks is not None and (sinks.factor != 1 or not {*axes_of(sinks.dims)} <= {*kv_heads, *sharing}):
         raise _refused("sinks are not one for each head")
+    is_whole = key.table is None  # a window is where a request begins to see there, so that it may end beyond the cache
     attrs = PagedAttentionAttrs(
-        scale=emitter.attrs.scale, softcap=emitter.attrs.softcap, window=ends.window, is_ragged=bool(queries),
-        has_sinks=sinks is not None, out_dtype=emitter.dtype,
+        scale=emitter.attrs.scale, softcap=emitter.attrs.softcap, window=None if is_whole else ends.window,
+        is_ragged=bool(queries), has_sinks=sinks is not None, out_dtype=emitter.dtype,
+        has_first_keys=ends.first is not None or (is_whole and ends.window is not None),
     )  # fmt: skip
     heads = (*kv_heads, *sharing)
     blocks = tuple(Axis(size) for size in shape_of(known_tensor(key.cache))[: len(key.indices) or 1])
@@ -147,11 +149,13 @@ def _rows(
 
 def _can_say(emitter: AttentionEmitter, key: Stored, queries: tuple[Axis, ...], ends: Ends) -> bool:
     """Whether lengths say what a query sees whatever they hold, rows without keys and caches that are too short included."""
-    moves = bool(queries) or ends.window is not None  # what is seen depends on the newest key, wherever a table ends
+    is_window = ends.window is not None and (key.table is not None or bool(queries))
+    moves = bool(queries) or is_window  # what is seen depends on the newest key, wherever a table ends
     count = product(axis.size for axis in queries)
     if moves and (not isinstance(count, int) or ends.shift > count):  # beyond the newest key
         return False
-    if emitter.attrs.masked_rows == "mean" and (moves or emitter.sinks is not None):
+    has_first = ends.first is not None or ends.window is not None
+    if emitter.attrs.masked_rows == "mean" and (moves or has_first or emitter.sinks is not None):
         return False
     if key.table is not None:
         return True
@@ -301,7 +305,7 @@ def _match(emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims])
         (attention.query.node, attention.query.dims, None), (key.cache, emitter.cache_dims(key), None),
         (value.cache, emitter.cache_dims(value), None),
         *((node, dims, (0.0, float(most))) for (node, dims), most in zip(key.indices.items(), within, strict=False)),
-        *((node, dims, (0.0, longest)) for node, dims, _ in emitter.ends.terms),
+        *((node, dims, (0.0, longest)) for node, dims, _ in (*emitter.ends.terms, *(emitter.ends.first or ((), 0))[0])),
         *([] if emitter.sinks is None else [(emitter.sinks.node, emitter.sinks.dims, None)]),
     ]  # fmt: skip
     if len({node for node, _, _ in reads}) < len(reads):
