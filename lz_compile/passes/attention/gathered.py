@@ -89,7 +89,7 @@ def _as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings, key: Store
     attrs = PagedAttentionAttrs(
         scale=emitter.attrs.scale, softcap=emitter.attrs.softcap, window=None if is_whole else ends.window,
         is_ragged=bool(queries), has_sinks=sinks is not None, out_dtype=emitter.dtype,
-        has_first_keys=ends.first is not None or (is_whole and ends.window is not None),
+        has_first_keys=bool(ends.firsts) or (is_whole and ends.window is not None),
     )  # fmt: skip
     heads = (*kv_heads, *sharing)
     blocks = tuple(Axis(size) for size in shape_of(known_tensor(key.cache))[: len(key.indices) or 1])
@@ -154,7 +154,7 @@ def _can_say(emitter: AttentionEmitter, key: Stored, queries: tuple[Axis, ...], 
     count = product(axis.size for axis in queries)
     if moves and (not isinstance(count, int) or ends.shift > count):  # beyond the newest key
         return False
-    has_first = ends.first is not None or ends.window is not None
+    has_first = bool(ends.firsts) or ends.window is not None
     if emitter.attrs.masked_rows == "mean" and (moves or has_first or emitter.sinks is not None):
         return False
     if key.table is not None:
@@ -301,11 +301,12 @@ def _match(emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims])
     if emitter.queries or emitter.ends.window is not None:  # nothing may be beyond a table there
         of_terms = max(sum(max(each, 0) for _, _, each in emitter.ends.terms), 1)
         longest = (longest - 1 - emitter.ends.shift) // of_terms + 1
+    begins = [each for terms, _ in emitter.ends.firsts for each in terms]
     reads: list[tuple[fx.Node, Dims, tuple[float, float] | None]] = [
         (attention.query.node, attention.query.dims, None), (key.cache, emitter.cache_dims(key), None),
         (value.cache, emitter.cache_dims(value), None),
         *((node, dims, (0.0, float(most))) for (node, dims), most in zip(key.indices.items(), within, strict=False)),
-        *((node, dims, (0.0, longest)) for node, dims, _ in (*emitter.ends.terms, *(emitter.ends.first or ((), 0))[0])),
+        *((node, dims, (0.0, longest)) for node, dims, _ in (*emitter.ends.terms, *begins)),
         *([] if emitter.sinks is None else [(emitter.sinks.node, emitter.sinks.dims, None)]),
     ]  # fmt: skip
     if len({node for node, _, _ in reads}) < len(reads):

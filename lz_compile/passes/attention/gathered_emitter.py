@@ -151,11 +151,10 @@ class GatheredEmitter(TableEmitter):
 
     def _firsts(self, builder: Builder) -> Any:
         """The first key that each request sees, ``[R]``; it may be before or beyond those that there are."""
-        found = None if self.ends.first is None else self._sum(builder, *self.ends.first)
-        if self.attrs.window is not None or self.ends.window is None:
-            return found
-        window = self._lengths(builder) - self.ends.window
-        return window if found is None else torch.maximum(found, window)
+        found = [self._sum(builder, *each) for each in self.ends.firsts]
+        if self.attrs.window is None and self.ends.window is not None:
+            found.append(self._lengths(builder) - self.ends.window)
+        return functools.reduce(torch.maximum, found)
 
     def _sum(self, builder: Builder, terms: Terms, shift: int) -> Any:
         total: Any = shift
@@ -217,8 +216,9 @@ class GatheredEmitter(TableEmitter):
             sees = place < ends[..., None]
             if self.ends.window is not None:
                 sees = sees & (place >= ends[..., None] - self.ends.window)
-        if self.ends.first is not None and _may_say(own, self.ends.first[0], self.roles.batch):
-            sees = sees & (place >= self._sum(builder, *self.ends.first)[:, None, None])
+        for terms, shift in self.ends.firsts:
+            if _may_say(own, terms, self.roles.batch):
+                sees = sees & (place >= self._sum(builder, terms, shift)[:, None, None])
         groups = (self.roles.batch, self.queries, self.roles.keys)
         index = tuple(slice(None) if own & set(atoms(group)) else slice(1) for group in groups)
         sees = self._as_mask(node, sees, keeps)

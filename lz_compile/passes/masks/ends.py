@@ -41,7 +41,7 @@ def of_conditions(parts: Iterable[Predicate], reader: Reader, at: Positions, bat
     if sum_ is None:  # overwritten later, or no sum; how many keys there are can still be counted
         is_fixed = bool(at.query_axes) or bool(firsts) or not end.axes <= batch
         return None if is_fixed else Ends(is_counted=True, buffers=tuple(reader.buffers))
-    return Ends(*sum_, begin[0], buffers=tuple(reader.buffers), first=begin[1])
+    return Ends(*sum_, begin[0], buffers=tuple(reader.buffers), firsts=begin[1])
 
 
 _Sum: TypeAlias = "tuple[Terms, int]"
@@ -49,20 +49,19 @@ _Sum: TypeAlias = "tuple[Terms, int]"
 
 def _begin(
     last: Polynomial, firsts: list[Polynomial], reader: Reader, batch: frozenset[Axis]
-) -> tuple[int | None, _Sum | None] | None:
-    """How many keys a query sees at most, and before which key its request sees none; None where that is anything else."""
-    window, first = None, None
+) -> tuple[int | None, tuple[_Sum, ...]] | None:
+    """How many keys a query sees at most, and before which keys its request sees none; None where that is anything else."""
+    window, found = None, list[_Sum]()
     for each in firsts:
         count = (last - each + ONE).constant
-        if isinstance(count, int) and count > 0 and window is None:
-            window = count
-        elif count is None and first is None:
-            first = _tensors(each, reader, batch) or _tensor(each, reader, batch)
-            if first is None:
-                return None
+        sum_ = None if isinstance(count, int) else _tensors(each, reader, batch) or _tensor(each, reader, batch)
+        if sum_ is not None:
+            found.append(sum_)
+        elif isinstance(count, int) and count > 0:
+            window = count if window is None else min(window, count)
         else:
             return None
-    return window, first
+    return window, tuple(found)
 
 
 def _tensors(end: Polynomial, reader: Reader, batch: frozenset[Axis]) -> _Sum | None:

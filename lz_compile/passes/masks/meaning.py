@@ -93,8 +93,8 @@ class Ends:
     """Before which key the last query sees keys: the sum of ``terms``, tensors with their axes times factors, and ``shift``.
 
     Without terms it sees all keys, or as many as the masks keep, where it ``is_counted``. Every query before it sees one key
-    less at the end. With a ``window`` it sees that many keys at most, the newest ones, and with ``first``, such a sum, none
-    before that key. ``buffers`` are placeholders on whose values this rests.
+    less at the end. With a ``window`` it sees that many keys at most, the newest ones, and none before any of ``firsts``,
+    such sums. ``buffers`` are placeholders on whose values this rests.
     """
 
     terms: Terms = ()
@@ -102,7 +102,7 @@ class Ends:
     window: int | None = None
     is_counted: bool = False
     buffers: tuple[fx.Node, ...] = ()
-    first: tuple[Terms, int] | None = None
+    firsts: tuple[tuple[Terms, int], ...] = ()
 
 
 @dataclass(frozen=True)

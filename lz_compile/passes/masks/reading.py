@@ -94,8 +94,8 @@ class Masks(Meanings):
         if found is None:
             return None
         given = {mine: axis for axis, mine in names.items()}
-        first = found.first and (_over(given, found.first[0]), found.first[1])
-        return replace(found, terms=_over(given, found.terms), first=first)
+        firsts = tuple((_over(given, terms), shift) for terms, shift in found.firsts)
+        return replace(found, terms=_over(given, found.terms), firsts=firsts)
 
     def window(self, node: fx.Node, dims: Dims, query: Axis, key: Axis) -> Window | None:
         """See :class:`Meanings`."""
