@@ -47,6 +47,29 @@ def float8(x: Tensor, weight: Tensor, scale: Tensor, _zero: Tensor) -> Tensor:
     return F.linear(x, weight.to(x.dtype) * scale[:, :1])
 
 
+class Words(torch.nn.Module):
+    """As GPTQ stores four bits: eight numbers in a word, down a column, scales by an index of groups.
+
+    ``is_shuffled``: the columns of a group are anywhere (act-order). What a module holds is unpacked once for all calls.
+    """
+
+    words: Tensor
+    scale: Tensor
+    index: Tensor
+
+    def __init__(self, *, is_shuffled: bool) -> None:
+        super().__init__()
+        groups = torch.arange(WIDTH) // GROUP
+        self.register_buffer("words", torch.randint(-(2**31), 2**31 - 1, (WIDTH // 8, WIDTH), dtype=torch.int32))
+        self.register_buffer("scale", torch.rand(WIDTH // GROUP, WIDTH) / 128)
+        self.register_buffer("index", groups[torch.randperm(WIDTH)] if is_shuffled else groups)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The product with rows of the weight."""
+        numbers = ((self.words[:, None] >> torch.arange(0, 32, 4)[:, None]) & 15).reshape(WIDTH, WIDTH)
+        return x @ (self.scale[self.index] * (numbers - 8))
+
+
 def problems() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
     """What is spelled, with its weight, scales and zero points."""
     scale, zero = torch.rand(WIDTH, WIDTH // GROUP) / 128, torch.full((WIDTH, WIDTH // GROUP), 8.0)
@@ -56,6 +79,8 @@ def problems() -> dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]]:
         "int8": (int8, (weight, scale, zero)),
         "int4": (int4, (packed, scale, zero)),
         "float8": (float8, (weight.to(torch.float8_e4m3fn), scale, zero)),
+        "int4 in words": (Words(is_shuffled=False), ()),
+        "int4 in words, shuffled": (Words(is_shuffled=True), ()),
     }
 
 

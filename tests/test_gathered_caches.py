@@ -582,9 +582,7 @@ def test_two_layers_that_share_a_mask_and_write_before_they_read():
     torch.testing.assert_close(inputs[1], copies[1])
 
 
-@pytest.mark.parametrize(
-    "form", ["place is changed", "cache is changed", "heads differ", "several queries", "a window"]
-)
+@pytest.mark.parametrize("form", ["place is changed", "cache is changed", "heads differ", "several queries"])
 def test_what_is_overwritten_or_seen_otherwise_stays_an_attention(form):
     def step(q: Tensor, key_cache: Tensor, value_cache: Tensor, place: Tensor) -> Tensor:
         sees = torch.arange(KEYS) <= place
@@ -599,8 +597,6 @@ def test_what_is_overwritten_or_seen_otherwise_stays_an_attention(form):
         if form == "several queries":  # of which the last ones may look beyond the cache
             scores = scores.expand(-1, -1, 3, -1)
             sees = torch.arange(KEYS) <= (place + torch.arange(3))[:, None]
-        if form == "a window":
-            sees = sees & (torch.arange(KEYS) > place - 9)
         return scores.masked_fill(~sees, -torch.inf).softmax(-1) @ value_cache
 
     inputs = [torch.randn(2, KV_HEADS, 1, DIM), *torch.randn(2, 2, KV_HEADS, KEYS, DIM), torch.tensor([70])]
@@ -609,3 +605,98 @@ def test_what_is_overwritten_or_seen_otherwise_stays_an_attention(form):
     torch.testing.assert_close(found, step(*copies), rtol=1e-4, atol=1e-5)
     if form != "place is changed":  # how many keys there are is counted then
         assert OP not in [match.op for match in backend.report.matches if match.rewritten]
+
+
+# ---- caches of which requests see no key before one of their own -----------------------------------------------------
+
+
+def _begun(form: str, attention: str) -> Function:
+    def step(q: Tensor, key_cache: Tensor, value_cache: Tensor, place: Tensor, start: Tensor) -> Tensor:
+        """Prompts are padded on the left; the newest key is in the same place, or each request has its own."""
+        at = torch.arange(KEYS)
+        sees = at <= (place[:, None] if form == "own ends" else place[:1])
+        if form != "a window":
+            sees = sees & (at >= start[:, None])
+        if form in ("a window", "both"):
+            sees = sees & (at > (place[:1] - 9))
+        if form == "two starts":
+            sees = sees & (at - 2 >= start[:, None] // 2)
+        sees = sees.expand(q.shape[0], KEYS)[:, None, None]
+        if attention == "sdpa":
+            return F.scaled_dot_product_attention(q, key_cache, value_cache, sees, enable_gqa=True)
+        key, value = (each.repeat_interleave(HEADS // KV_HEADS, 1) for each in (key_cache, value_cache))
+        scores = (q @ key.transpose(-1, -2)) * DIM**-0.5
+        return scores.masked_fill(~sees, -torch.inf).softmax(-1) @ value
+
+    return step
+
+
+@pytest.mark.usefixtures("_small_caches")
+@pytest.mark.parametrize("attention", ["sdpa", "by hand"])
+@pytest.mark.parametrize("form", ["a start", "own ends", "a window", "both", "two starts"])
+def test_of_a_cache_only_what_lies_between_a_start_and_an_end_is_read(form, attention):
+    function, backend = _begun(form, attention), Rewriting()
+    torch._dynamo.reset()
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    for ends, starts in (([40, 33, 250], [0, 7, 31]), ([255, 255, 3], [254, 256, 4]), ([300, 2, 0], [9, -5, 0])):
+        inputs = [torch.randn(3, HEADS, 1, DIM), *torch.randn(2, 3, KV_HEADS, KEYS, DIM)]
+        inputs += [torch.tensor(ends), torch.tensor(starts)]
+        with torch.no_grad():
+            expected = function(*inputs)
+            torch.testing.assert_close(compiled(*inputs), expected, rtol=1e-4, atol=1e-5, equal_nan=True)
+    (match,) = [match for match in backend.report.matches if match.rewritten]
+    assert match.op == OP, backend.why_not()
+    assert match.attributes["has_first_keys"]
+    assert match.attributes["window"] is None
+
+
+@pytest.mark.usefixtures("_small_caches")
+def test_keys_before_a_start_are_not_read():
+    function, inputs = (
+        _begun("a start", "sdpa"),
+        [torch.randn(3, HEADS, 1, DIM), *torch.randn(2, 3, KV_HEADS, KEYS, DIM)],
+    )
+    inputs += [torch.tensor([90, 0, 0]), torch.tensor([3, 40, 80])]
+    expected = function(*inputs)
+    for cache in inputs[1:3]:
+        cache[:, :, :3], cache[1, :, :40], cache[2, :, :80], cache[:, :, 91:] = (torch.nan,) * 4
+    found, backend = run(function, inputs)
+    assert [match.op for match in backend.report.matches if match.rewritten] == [OP], backend.why_not()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.usefixtures("_small_caches")
+@pytest.mark.parametrize("form", ["a start of each head", "a start that is changed"])
+def test_starts_that_are_none_stay_what_they_are(form):
+    def step(q: Tensor, key_cache: Tensor, value_cache: Tensor, place: Tensor, start: Tensor) -> Tensor:
+        at = torch.arange(KEYS)
+        sees = (at <= place) & (at >= start[:, None])
+        sees = sees[:, None, None]
+        if form == "a start of each head":
+            sees = sees & (at >= torch.arange(HEADS)[:, None, None])
+        if form == "a start that is changed":
+            start.zero_()
+        return F.scaled_dot_product_attention(q, key_cache, value_cache, sees, enable_gqa=True)
+
+    inputs = [torch.randn(3, HEADS, 1, DIM), *torch.randn(2, 3, KV_HEADS, KEYS, DIM)]
+    inputs += [torch.tensor([90]), torch.tensor([3, 40, 80])]
+    copies = [each.clone() for each in inputs]
+    found, backend = run(step, inputs)
+    torch.testing.assert_close(found, step(*copies), rtol=1e-4, atol=1e-5)
+    assert OP not in [match.op for match in backend.report.matches if match.rewritten]
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_gathered_caches_may_begin_anywhere(window):
+    def step(q, key_cache, value_cache, table, lengths, start):
+        k, v = (_keys(each[table], hnd=False) for each in (key_cache, value_cache))
+        at = torch.arange(k.shape[1])
+        sees = (at < lengths[:, None]) & (at >= start[:, None])
+        if window is not None:
+            sees = sees & (at >= lengths[:, None] - window)
+        return _attend(q, k, v, sees[:, None], "sdpa")
+
+    inputs = [*problem(), torch.tensor([1, 12, 0])]
+    found, backend = run(step, inputs)
+    assert [match.op for match in backend.report.matches if match.rewritten] == [OP], backend.why_not()
+    torch.testing.assert_close(found, step(*inputs), rtol=1e-4, atol=1e-5)

@@ -488,16 +488,6 @@ def test_scales_may_be_gathered_by_an_index_that_counts_groups():
         torch.testing.assert_close(call(X), module(X), rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("index", [torch.arange(31, -1, -1) // 8, torch.arange(32) // 9, torch.arange(32) % 4])
-def test_groups_in_another_order_are_none(index):
-    module = Gathered(index.int())
-    found, backend = rewritten(module, X)
-    assert not backend.report.matches
-    assert "NOT_DEQUANTISED" in backend.why_not()
-    with torch.no_grad():
-        torch.testing.assert_close(found, module(X), rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("is_view", [False, True])
 def test_numbers_that_are_overwritten_after_they_were_unpacked_have_no_bounds(is_view):
     def function(x, w, s):
@@ -753,6 +743,23 @@ def test_sizes_may_be_symbolic():
     assert [match.kernel for match in backend.report.matches] == ["lz.cpp_linear"], backend.why_not()
 
 
+@pytest.mark.parametrize("name", ["shifts by a tensor", "signed halves", "other bits", "rows joined"])
+def test_unpacked_weights_of_symbolic_sizes_are_read_or_it_is_said_why_not(name):
+    function, *inputs = UNPACKED[name]
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"linear": "lz.cpp_linear"})
+    compiled = torch.compile(function, backend=backend, dynamic=True)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(X, *inputs), function(X, *inputs), rtol=1e-4, atol=1e-4)
+        grown = torch.cat([inputs[0], inputs[0]]), torch.cat([inputs[1], inputs[1]])
+        if name in ("signed halves", "other bits"):
+            torch.testing.assert_close(compiled(X, *grown), function(X, *grown), rtol=1e-4, atol=1e-4)
+    if name == "rows joined":
+        assert "is unpacked into a shape that has no exact form" in backend.why_not()
+    else:
+        assert {match.kernel for match in backend.report.matches} == {"lz.cpp_linear"}, backend.why_not()
+
+
 def test_a_weight_whose_rows_lie_apart_is_not_for_the_kernel():
     """Which would copy it at every call."""
 
@@ -765,6 +772,44 @@ def test_a_weight_whose_rows_lie_apart_is_not_for_the_kernel():
     assert match.kernel == "inductor"
     assert "a weight whose rows lie apart in memory" in backend.why_not()
     torch.testing.assert_close(found, function(*inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["_weight_int8pack_mm", "aten._weight_int8pack_mm"])
+def test_the_product_that_pytorch_has_as_one_call_is_read(name, dtype):
+    call = torch._weight_int8pack_mm if name.startswith("_") else torch.ops.aten._weight_int8pack_mm
+    x, w, s = torch.randn(3, 64).to(dtype), stored_numbers(48, 64, torch.int8), torch.rand(48).to(dtype)
+
+    def function(x, w, s):
+        return call(x * 1, w, s)
+
+    found, backend = rewritten(function, x, w, s)
+    assert [match.kernel for match in backend.report.matches] == ["lz.cpp_linear"], backend.why_not()
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    expected = call(x, w, s)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+    meant = op.NATIVE["_weight_int8pack_mm"](x, w, s)
+    torch.testing.assert_close(meant, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+
+
+def test_the_product_that_pytorch_has_as_one_call_stays_where_nothing_was_measured():
+    backend = Rewriting()
+    torch._dynamo.reset()
+    inputs = torch.randn(3, 64), stored_numbers(48, 64, torch.int8), torch.rand(48)
+    with torch.no_grad():
+        found = torch.compile(torch._weight_int8pack_mm, backend=backend)(*inputs)
+    assert torch.equal(found, torch._weight_int8pack_mm(*inputs))
+    (match,) = backend.report.matches
+    assert match.kernel == "inductor"
+    assert "a source that is one call of PyTorch's" in match.context["features"]["native"]
+
+
+def test_a_weight_that_is_packed_for_the_instructions_of_a_machine_is_a_near_miss():
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(torch.randint(0, 16, (64, 128), dtype=torch.int32), 1)
+    inputs = torch.randn(3, 128), packed, 32, torch.rand(4, 64, 2)
+    found, backend = rewritten(torch.ops.aten._weight_int4pack_mm_for_cpu, *inputs)
+    assert torch.equal(found, torch.ops.aten._weight_int4pack_mm_for_cpu(*inputs))
+    assert "the weight is laid out for the instructions of this machine" in backend.why_not()
 
 
 def test_groups_of_few_columns_are_not_for_the_kernel():

@@ -110,6 +110,7 @@ def truth(x, attrs):
         for token in range(first, last):
             end = length - (last - 1 - token)
             low = 0 if attrs.window is None else max(end - attrs.window, 0)
+            low = low if x.first_keys is None else max(low, int(x.first_keys[request]))
             if end <= low:
                 continue
             query = x.query[token].to(wide)
@@ -167,9 +168,13 @@ def problems(draw):
     window=st.sampled_from((None, 1, 7, 64)),
     softcap=st.sampled_from((None, 2.0)),
     scale=st.sampled_from((None, 0.3)),
+    begin=st.sampled_from((None, None, -3, 1, 15, 70)),
 )
-def test_kernels_give_what_the_definition_says(kernel, problem, window, softcap, scale):
+def test_kernels_give_what_the_definition_says(kernel, problem, window, softcap, scale, begin):
     x = problem.operands()
+    if begin is not None:  # every request somewhere else
+        firsts = begin * (torch.arange(len(x.lengths), dtype=torch.int32) + 1)
+        x = dataclasses.replace(x, first_keys=firsts)
     if problem.stored == torch.bfloat16 and problem.dtype == torch.float32:
         x = dataclasses.replace(x, query=x.query.to(torch.bfloat16))
     attrs = attributes(x, window=window, softcap=softcap, scale=scale)

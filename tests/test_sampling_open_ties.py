@@ -15,6 +15,8 @@ from transformers.generation import logits_process as processors
 import lz_compile as lz
 from lz_compile.ground import health
 from lz_compile.lowering.kernels.sampling import open_ties
+from lz_compile.lowering.spelled import function
+from lz_compile.lowering.spelled import spelled as text_of
 
 INF = math.inf
 KERNELS = ("torch.sampling", "lz.cpp_sampling")
@@ -277,6 +279,6 @@ def test_a_filter_that_learns_is_left_to_its_source():
 def test_every_text_is_a_function_of_names_that_every_process_has():
     graph = torch.fx.symbolic_trace(lambda x: torch.nn.functional.pad(x, (1, 0), value=INF)[..., 1:].to("cpu")).graph
     x = tied(2, 5)
-    text = open_ties.spelled(graph)
-    assert torch.equal(open_ties.function(text)(None, x), x)
+    text = text_of(graph)
+    assert torch.equal(function(text)(None, x), x)
     torch.library.opcheck(open_ties.fill, (x.masked_fill(x > 0, torch.nan), [x], 1, text))

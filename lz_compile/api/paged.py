@@ -36,6 +36,7 @@ def paged_attention(
     sinks: torch.Tensor | None = None,
     key_scale: torch.Tensor | None = None,
     value_scale: torch.Tensor | None = None,
+    first_keys: torch.Tensor | None = None,
     layout: CacheLayout = "NHD",
 ) -> torch.Tensor:
     """Causal attention of the newest tokens of every request over its keys, wherever in the cache these lie.
@@ -57,13 +58,14 @@ def paged_attention(
         sinks: an extra score of every head that takes part in the softmax and has no value.
         key_scale: what stored keys are multiplied by.
         value_scale: what stored values are multiplied by.
+        first_keys: the first key that each request sees, as under padding on the left; without it, the first that there is.
         layout: of the caches.
 
     Shapes:
         query ``[T, Hq, D]`` or ``[R, S, Hq, D]``; caches ``[N, P, Hk, D]`` and ``[N, P, Hk, E]`` (``"HND"``: ``[N, Hk, P,
-        D]``), of N blocks of P slots; block_table ``[R, M]``, lengths ``[R]``, query_starts ``[R + 1]`` int32; sinks
-        ``[Hq]``; scales ``[Hk]`` or ``[1]``. The result is like the query, with E features, in its dtype. A query that sees
-        no key gives zero.
+        D]``), of N blocks of P slots; block_table ``[R, M]``, lengths and first_keys ``[R]``, query_starts ``[R + 1]``
+        int32; sinks ``[Hq]``; scales ``[Hk]`` or ``[1]``. The result is like the query, with E features, in its dtype. A
+        query that sees no key gives zero.
 
     Raises:
         ArgumentError: an operand is no such tensor, or does not fit the others. On a CPU, where it is not compiled: a table
@@ -72,12 +74,25 @@ def paged_attention(
 
     **Source** Kwon et al., 2023: *Efficient memory management for large language model serving with PagedAttention*.
     """
-    given = (query, key_cache, value_cache, block_table, lengths, query_starts, sinks, key_scale, value_scale)
+    given = (
+        query,
+        key_cache,
+        value_cache,
+        block_table,
+        lengths,
+        query_starts,
+        sinks,
+        key_scale,
+        value_scale,
+        first_keys,
+    )
     _check_attention(*given, scale, window, softcap, layout)
     if layout == "HND":
         key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
     tokens, starts = _flat(query, query_starts)
-    x = Operands(tokens, key_cache, value_cache, block_table, lengths, starts, sinks, key_scale, value_scale)
+    x = Operands(
+        tokens, key_cache, value_cache, block_table, lengths, starts, sinks, key_scale, value_scale, first_keys
+    )
     attrs = PagedAttentionAttrs(scale=scale, softcap=softcap, window=window, out_dtype=query.dtype)
     found = paged_calls.run(x, attrs)
     return found.reshape(*query.shape[:-1], value_cache.shape[-1])
@@ -182,6 +197,7 @@ def _check_attention(
     sinks: torch.Tensor | None,
     key_scale: torch.Tensor | None,
     value_scale: torch.Tensor | None,
+    first_keys: torch.Tensor | None,
     scale: float | None,
     window: int | None,
     softcap: float | None,
@@ -192,6 +208,7 @@ def _check_attention(
     given.places("query", query, key_cache, value_cache, block_table, lengths, query_starts, layout)
     given.scales(key_scale, value_scale, key_cache)
     given.tensor("sinks", sinks, "Hq", optional=True)
+    given.tensor("first_keys", first_keys, "R", "index", optional=True)
     heads, kv_heads = query.shape[-2], key_cache.shape[2 if layout == "NHD" else 1]
     if kv_heads == 0 or heads % kv_heads:
         advice = f"Caches are {layout}, {_TOLD[layout]}: say so by layout if they are not"

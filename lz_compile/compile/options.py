@@ -40,7 +40,8 @@ class Options:
     With ``verify`` ``"first-call"``, the first call of every rewritten graph also runs that graph as it was, on the real
     inputs, and compares the results; after a difference, which is an event, the graph as it was runs instead. ``"always"``
     compares every call, ``"off"`` none. ``ranks`` ``"agree"`` settles decisions with the other ranks of a job, ``"alone"``
-    does not (default: the policy's ``ranks.selection``, where that is not set ``"agree"``).
+    does not (default: the policy's ``ranks.selection``, where that is not set ``"agree"``). ``keep_weights`` False unpacks
+    stored weights in every call, rather than to keep them in a kernel's form beside what the model stores.
     """
 
     strict: bool = False
@@ -54,6 +55,7 @@ class Options:
     layers: str = "auto"
     verify: str = "off"
     ranks: str | None = None
+    keep_weights: bool = True
 
     def policy(self, present: Policy) -> Policy:
         """The policy of a compile with these options."""
@@ -82,6 +84,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "layers": (str,),
     "verify": (str,),
     "ranks": (str,),
+    "keep_weights": (bool,),
 }
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "tune": ("off", "auto", "on-miss"),

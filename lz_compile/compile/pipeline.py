@@ -58,6 +58,7 @@ READ = (
 REPLACE = (
     Stage("measuring what was recognised", "MEASUREMENT_FAILED", replacing.tune),
     Stage("replacing what was recognised", "REWRITE_FAILED", replacing.replace_all),
+    Stage("keeping weights in the form of kernels", "REWRITE_FAILED", replacing.keep_weights, "rewrite"),
     Stage("tidying a rewritten graph", "REWRITE_FAILED", replacing.tidy, "rewrite"),
     Stage("computing linears in pieces of rows", "REWRITE_FAILED", row_bits.replace_linears, "rewrite"),
     Stage("telling what may depend on the batch", "REWRITE_FAILED", row_bits.tell_uncovered, "rewrite"),

@@ -115,7 +115,7 @@ def recognise(state: State) -> None:
     matches: list[Match] = []
     left_out: dict[int, fx.Node | None] = {}
     with _deep_recursion():
-        effects = Effects(state.module.graph)
+        effects = Effects(state.module.graph, may_keep=state.options.keep_weights)
         for op, recogniser in recognisers().items():
             for found in _all_of(op, recogniser, state.module.graph, effects):
                 if isinstance(found, Failure):

@@ -28,6 +28,8 @@ from lz_compile.passes.graph.share import share_equal
 from lz_compile.passes.graph.view import EMITTED, tensor_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.layers.fold import fold_layers
+from lz_compile.passes.linear.emitter import LinearEmitter
+from lz_compile.passes.linear.kept import keep
 from lz_compile.passes.loops.roll.checkpoints import checkpoints
 from lz_compile.passes.loops.roll.scan import SCAN
 from lz_compile.passes.loops.roll.scan_outputs import (
@@ -296,7 +298,8 @@ def _replaced(match: Match, kernel: KernelSpec, entry: MatchReport, state: State
         entry.reasons.append(Reason("VALUE_NOT_GUARDED", "its mask is a buffer, and nothing would notice a change"))
         return True
     with timed(state.report, "rewrite"):
-        made = _splice(subject, kernel, state)
+        made, results = _splice(subject, kernel, state)
+    state.spliced.append((match, entry, results))
     entry.rewritten = True
     entry.after = made if match.prototype is None else []
     if isinstance(subject.emitter, FusedEmitter):
@@ -304,7 +307,7 @@ def _replaced(match: Match, kernel: KernelSpec, entry: MatchReport, state: State
     return True
 
 
-def _splice(subject: Match, kernel: KernelSpec, state: State) -> list[str]:
+def _splice(subject: Match, kernel: KernelSpec, state: State) -> tuple[list[str], tuple[fx.Node, ...]]:
     """Put a proven kernel in the place of a match: the calls that are there now."""
     assert kernel.call is not None, "what has no call is never proven"
     graph, call, choices = state.module.graph, kernel.call, state.choices
@@ -318,7 +321,22 @@ def _splice(subject: Match, kernel: KernelSpec, state: State) -> list[str]:
     what = f"{kernel.kernel_id} for {subject.op} at {subject.where}"
     shown = "the kernel was proven against the match"
     results = apply(state.module, Rewrite(what, spliced, shown=shown, undoes_itself=True))
-    return statements(needed(results, (), lambda node: (each for each in node.all_input_nodes if EMITTED in each.meta)))
+    made = needed(results, (), lambda node: (each for each in node.all_input_nodes if EMITTED in each.meta))
+    return statements(made), results
+
+
+def keep_weights(state: State) -> None:
+    """Make what kernels get of a module's tensors once for all calls, where that is another form than they have."""
+    for match, entry, results in state.spliced:
+        is_kept = isinstance(match.emitter, LinearEmitter) and match.emitter.weight.is_kept
+        found = keep(state.module.graph, results, state.effects) if is_kept and state.effects is not None else None
+        if found is not None:
+            change, kept_bytes, stored_bytes = found
+            made = statements([apply(state.module, change)])
+            entry.after = made if entry.after else []  # told of the first of equal matches
+            text = f"{kept_bytes:,} bytes, made once for all calls, are kept beside {stored_bytes:,} that are stored"
+            entry.reasons.append(Reason("WEIGHT_KEPT", text))
+    state.spliced = []
 
 
 def _holds(match: Match) -> bool:

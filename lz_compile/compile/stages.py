@@ -35,8 +35,9 @@ _SPANS = {"recognise": "recognise", "validate": "prove"}
 class State:
     """One graph on its way through the stages, and what is known of it by then.
 
-    ``effects`` is None where it could not be read; ``entries`` is what is told of each of ``matches``, ``before`` the graph
-    as it is, where that is known. ``kept`` is why not every loop may become a scan that stays, ``misfit`` why one must not.
+    ``effects`` is None where it could not be read; ``entries`` is what is told of each of ``matches``, ``spliced`` what
+    computes those that were replaced, ``before`` the graph as it is, where that is known. ``kept`` is why not every loop may
+    become a scan that stays, ``misfit`` why one must not.
     """
 
     module: fx.GraphModule
@@ -54,6 +55,7 @@ class State:
     matches: list[Match] = field(default_factory=list)
     entries: list[MatchReport] = field(default_factory=list)
     choices: Choices = field(default_factory=Choices)
+    spliced: list[tuple[Match, MatchReport, tuple[fx.Node, ...]]] = field(default_factory=list)
 
     def snapshot(self) -> Snapshot:
         """The graph as it is."""

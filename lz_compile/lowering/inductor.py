@@ -40,7 +40,7 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._functorch import config as functorch_config
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._guards import ChainedSource, CompileContext, Guard, Source, TracingContext
+from torch._guards import ChainedSource, CompileContext, Guard, GuardSource, Source, TracingContext
 from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
@@ -71,7 +71,7 @@ from lz_compile.ground.store import Store
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.lowering.joined_kernels import joined, may_be_joined, numbered, shared_out
 from lz_compile.lowering.regions import has_regions, untangle
-from lz_compile.lowering.value_guards import Frame, KnownValues, has_values
+from lz_compile.lowering.value_guards import Frame, KnownValues, has_values, tells_writes
 
 if TYPE_CHECKING:
     import sympy
@@ -932,6 +932,15 @@ def _buffer(placeholder: fx.Node) -> _Buffer | None:
         return None
     is_reliable = frame.is_reliable(argument.example, source.name)
     return _Buffer(argument.example, source, frame) if is_reliable else None
+
+
+def is_held(placeholder: fx.Node) -> bool:
+    """Whether a placeholder stands for a tensor that a module (or a global name) holds, which tells when it is written to."""
+    argument = placeholder.meta.get("grapharg") if placeholder.op == "placeholder" else None
+    source = getattr(getattr(argument, "source", None), "guard_source", None)
+    if source is None or not (source.is_unspecialized_nn_module() or source is GuardSource.GLOBAL):
+        return False
+    return isinstance(argument.example, torch.Tensor) and tells_writes(argument.example)  # type: ignore[union-attr]
 
 
 def _frame() -> Frame | None:

@@ -136,11 +136,16 @@ class Frame:
 
 def has_values(tensor: object) -> bool:
     """Whether something is a plain tensor with values and a version counter, that needs no gradient."""
+    return type(tensor) is torch.Tensor and tells_writes(tensor) and not tensor.requires_grad
+
+
+def tells_writes(tensor: Tensor) -> bool:
+    """Whether a tensor, or a parameter, has plain memory and a version counter."""
     return (
-        type(tensor) is torch.Tensor
+        type(tensor) in (Tensor, torch.nn.Parameter)
         and tensor.layout is torch.strided
         and tensor.device.type != "meta"
-        and not (tensor.requires_grad or tensor.is_inference() or tensor.is_quantized or tensor.is_nested)
+        and not (tensor.is_inference() or tensor.is_quantized or tensor.is_nested)
     )
 
 

@@ -61,7 +61,12 @@ class State:
 
     def read(self, owner: str) -> ast.expr:
         """The attribute, of ``self`` or its twin."""
-        return support("held", ast.Name(owner, ast.Load()), ast.Tuple([ast.Constant(each) for each in self.path], ast.Load()), ast.Constant(self.attribute))
+        return support(
+            "held",
+            ast.Name(owner, ast.Load()),
+            ast.Tuple([ast.Constant(each) for each in self.path], ast.Load()),
+            ast.Constant(self.attribute),
+        )
 
 
 def carried_by(parts: tuple[Part, ...]) -> list[State]:

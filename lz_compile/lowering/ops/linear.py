@@ -9,6 +9,7 @@ Canonical layout:
     offset  [O or 1, G or 1], what is added after that
     bias    [O]
     codebook [16], what the sixteen numbers of four bits stand for (NF4); without it, for themselves
+    order   [K], which column of the input each column of the weight goes with; without it, the same
     result  [N, O] in ``attrs.out_dtype``
 
 The weight that is meant is ``(stored - zero) * scale + offset``, of ``codebook[stored]`` where there is one. Of two numbers
@@ -53,7 +54,8 @@ class LinearAttrs(OpAttributes):
     """The attributes of one product with a stored weight.
 
     ``is_transposed`` says that neighbours in a row of the weight are none in memory. ``compute_dtype`` is the widest dtype in
-    which the source computes anything; a kernel may round less, never more.
+    which the source computes anything; a kernel may round less, never more. Where the source ``is_native``, PyTorch has it as
+    one call.
     """
 
     packing: Packing = "none"
@@ -63,6 +65,8 @@ class LinearAttrs(OpAttributes):
     has_offset: bool = False
     has_bias: bool = False
     has_codebook: bool = False
+    has_order: bool = False
+    is_native: bool = False
     compute_dtype: torch.dtype = torch.float32
     out_dtype: torch.dtype = torch.float32
 
@@ -99,9 +103,10 @@ SHAPES: Mapping[str, str] = {
     **dict.fromkeys(("scale", "zero", "offset"), "O|1 G|1"),
     "bias": "O",
     "codebook": "16",
+    "order": "K",
 }
 #: What the elements of operands are that are no floating-point numbers of 16 bits or more.
-KINDS: Mapping[str, str] = {"weight": "bytes", "zero": "real"}
+KINDS: Mapping[str, str] = {"weight": "bytes", "zero": "real", "order": "int64"}
 #: Dimensions that differ from call to call: a proof holds up to a bound of theirs.
 LENGTHS = ("N",)
 #: What makes the variant.
@@ -125,6 +130,7 @@ class Operands(base.Operands):
     offset: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     codebook: torch.Tensor | None = None
+    order: torch.Tensor | None = None
 
 
 def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[LinearAttrs, LinearFacts]:
@@ -143,7 +149,7 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
     if groups == 0 or columns % groups:
         raise MisfitError("linear", "scale", f"of groups that divide {columns} columns", groups)
     told: dict[str, Any] = {
-        f"has_{name}": getattr(x, name) is not None for name in ("scale", "zero", "offset", "bias", "codebook")
+        f"has_{name}": getattr(x, name) is not None for name in ("scale", "zero", "offset", "bias", "codebook", "order")
     }
     told["is_transposed"] = x.weight.shape[1] != 1 and x.weight.stride(1) != 1
     dtype = x.input.dtype
@@ -169,8 +175,21 @@ def reference(x: Operands, attrs: LinearAttrs) -> torch.Tensor:
     """
     wide = torch.promote_types(torch.promote_types(x.input.dtype, attrs.compute_dtype), torch.float32)
     bias = None if x.bias is None else x.bias.to(wide)
-    found: torch.Tensor = torch.nn.functional.linear(x.input.to(wide), dequantised(x, attrs, wide), bias)
+    found: torch.Tensor = torch.nn.functional.linear(ordered(x).to(wide), dequantised(x, attrs, wide), bias)
     return found.to(attrs.out_dtype)
+
+
+def _of_rows(input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(input, weight.to(input.dtype)) * scale
+
+
+#: What PyTorch's own products with stored weights compute, by name: their kernels take some sizes and dtypes only.
+NATIVE: Mapping[str, Callable[..., torch.Tensor]] = {"_weight_int8pack_mm": _of_rows}
+
+
+def ordered(x: Operands) -> torch.Tensor:
+    """The input with its columns in the order of the weight's."""
+    return x.input if x.order is None else x.input.index_select(1, x.order)
 
 
 def dequantised(x: Operands, attrs: LinearAttrs, dtype: torch.dtype) -> torch.Tensor:
@@ -232,6 +251,8 @@ def features(attrs: LinearAttrs, facts: LinearFacts) -> dict[str, str]:
         "offset": attrs.has_offset and "offsets",
         "bias": attrs.has_bias and "a bias",
         "codebook": attrs.has_codebook and "a table of what sixteen numbers stand for",
+        "order": attrs.has_order and "columns of a weight in another order than those of its input",
+        "native": attrs.is_native and "a source that is one call of PyTorch's",
         "wide_compute": attrs.compute_dtype == torch.float64 != facts.dtype and "steps in float64",
         "training": facts.needs_grad and "gradients",
     }

@@ -11,12 +11,14 @@ Canonical layout:
     sinks         [Hq], an extra score of each head that takes part in the softmax and has no value
     key_scale     [Hk or 1], what stored keys are multiplied by
     value_scale   [Hk or 1]
+    first_keys    [R] int32, the first key that queries of each request see; without it, key 0
     result        [T, Hq, E] in ``attrs.out_dtype``
 
 Without ``query_starts`` every request has one query (``T`` is ``R``). Key ``j`` of request ``r`` lies in slot ``j % P`` of
 block ``block_table[r, j // P]``. The queries of a request are its last tokens: of ``n`` queries, query ``i`` sees the keys
-before ``lengths[r] - n + i + 1``, with a window the last ``window`` of these. A query that sees none gives zero, and so do
-queries behind the last request. What no query sees is not read: unused slots may hold anything.
+before ``lengths[r] - n + i + 1``, with a window the last ``window`` of these, and none before ``first_keys[r]``. A query
+that sees none gives zero, and so do queries behind the last request. What no query sees is not read: unused slots may hold
+anything.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ class PagedAttentionAttrs(OpAttributes):
     has_sinks: bool = False
     has_key_scale: bool = False
     has_value_scale: bool = False
+    has_first_keys: bool = False
     out_dtype: torch.dtype = torch.float32
 
     @property
@@ -107,11 +110,12 @@ SHAPES: Mapping[str, str] = {
     "sinks": "Hq",
     "key_scale": "Hk|1",
     "value_scale": "Hk|1",
+    "first_keys": "R",
 }
 #: What the elements of operands are that are no floating-point numbers of 16 bits or more.
 KINDS: Mapping[str, str] = {
     **dict.fromkeys(("key_cache", "value_cache"), "stored"),
-    **dict.fromkeys(("block_table", "lengths", "query_starts"), "int32"),
+    **dict.fromkeys(("block_table", "lengths", "query_starts", "first_keys"), "int32"),
 }
 #: What makes each variant.
 VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {"decode": {"is_ragged": False}, "ragged": {"is_ragged": True}}
@@ -142,6 +146,7 @@ class Operands(base.Operands):
     sinks: torch.Tensor | None = None
     key_scale: torch.Tensor | None = None
     value_scale: torch.Tensor | None = None
+    first_keys: torch.Tensor | None = None
 
 
 def canonical(operands: Mapping[str, Any], layout: str) -> dict[str, Any]:
@@ -180,6 +185,7 @@ def from_operands(
         "has_sinks": x.sinks is not None,
         "has_key_scale": x.key_scale is not None,
         "has_value_scale": x.value_scale is not None,
+        "has_first_keys": x.first_keys is not None,
     }
     attrs = PagedAttentionAttrs(**{"out_dtype": x.query.dtype, **given, **told})
     lengths = (requests, sizes["T"], heads, kv_heads, sizes["M"] * sizes["P"], sizes["P"], sizes["D"], sizes["E"])
@@ -201,14 +207,11 @@ def reference(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
     wide = torch.promote_types(x.query.dtype, torch.float32)
     if x.query.shape[0] == 0 or x.lengths.shape[0] == 0:
         return x.query.new_zeros(fake(x, attrs).shape, dtype=attrs.out_dtype)
-    owners, ends = seen_by(x)
+    owners, _ = seen_by(x)
     key, value = (gathered(x, name, wide)[owners] for name in ("key", "value"))  # [T, L, Hk, D]
     tokens, heads, dims = x.query.shape
     grouped = x.query.to(wide).reshape(tokens, key.shape[2], -1, dims)
-    place = arange(ends, key.shape[1])
-    sees = place < ends[:, None]
-    if attrs.window is not None:
-        sees = sees & (place >= ends[:, None] - attrs.window)
+    sees = seen(x, attrs, key.shape[1])
     is_seen = sees[:, :, None, None]
     key, value = (torch.where(is_seen, each, 0.0) for each in (key, value))
     scale = dims**-0.5 if attrs.scale is None else attrs.scale
@@ -239,6 +242,18 @@ def seen_by(x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     owners = (torch.searchsorted(starts, tokens, right=True) - 1).clamp(0, lengths.shape[0] - 1)
     ends = lengths[owners] - (starts[owners + 1] - 1 - tokens)
     return owners, torch.where(tokens < starts[-1], ends, 0)
+
+
+def seen(x: Operands, attrs: PagedAttentionAttrs, keys: int) -> torch.Tensor:
+    """Whether every query sees each of the keys of its request, ``[T, keys]``."""
+    owners, ends = seen_by(x)
+    place = arange(ends, keys)
+    sees = place < ends[:, None]
+    if attrs.window is not None:
+        sees = torch.logical_and(sees, place >= ends[:, None] - attrs.window)
+    if x.first_keys is not None:
+        sees = torch.logical_and(sees, place >= x.first_keys.long()[owners][:, None])
+    return sees
 
 
 def gathered(x: Operands, name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -281,6 +296,8 @@ def check_places(x: Operands, attrs: PagedAttentionAttrs) -> None:
     used = first < lengths[:, None]
     if attrs.window is not None:  # blocks before the window may be given away
         used = used & (first + slots > (lengths - counts + 1 - attrs.window)[:, None])
+    if x.first_keys is not None:
+        used = used & (first + slots > x.first_keys.long()[:, None])
     wrong = used & ((x.block_table < 0) | (x.block_table >= blocks))
     if bool(wrong.any()):
         request, place = wrong.nonzero()[0].tolist()
@@ -296,6 +313,7 @@ def features(attrs: PagedAttentionAttrs, facts: PagedAttentionFacts) -> dict[str
         "ragged": attrs.is_ragged and "requests of several queries",
         "gqa": facts.heads != facts.kv_heads and f"{facts.heads} query heads share {facts.kv_heads} key heads",
         "window": attrs.window is not None and f"a window of {attrs.window} keys",
+        "first_keys": attrs.has_first_keys and "requests whose first keys nobody sees",
         "softcap": attrs.softcap is not None and f"scores capped at {attrs.softcap}",
         "sinks": attrs.has_sinks and "an attention sink in the softmax",
         "scales": (attrs.has_key_scale or attrs.has_value_scale) and "stored keys or values with a scale",

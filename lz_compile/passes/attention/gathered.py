@@ -86,9 +86,11 @@ def _as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings, key: Store
     sinks = None if emitter.sinks is None else _of_edge(emitter, emitter.sinks.node, emitter.sinks.dims, core, passed)
     if sinks is not None and (sinks.factor != 1 or not {*axes_of(sinks.dims)} <= {*kv_heads, *sharing}):
         raise _refused("sinks are not one for each head")
+    is_whole = key.table is None  # a window is where a request begins to see there, so that it may end beyond the cache
     attrs = PagedAttentionAttrs(
-        scale=emitter.attrs.scale, softcap=emitter.attrs.softcap, window=ends.window, is_ragged=bool(queries),
-        has_sinks=sinks is not None, out_dtype=emitter.dtype,
+        scale=emitter.attrs.scale, softcap=emitter.attrs.softcap, window=None if is_whole else ends.window,
+        is_ragged=bool(queries), has_sinks=sinks is not None, out_dtype=emitter.dtype,
+        has_first_keys=bool(ends.firsts) or (is_whole and ends.window is not None),
     )  # fmt: skip
     heads = (*kv_heads, *sharing)
     if not all(isinstance(size, int) for size in shape_of(known_tensor(key.cache))[1 : len(key.indices)]):
@@ -150,11 +152,13 @@ def _rows(
 
 def _can_say(emitter: AttentionEmitter, key: Stored, queries: tuple[Axis, ...], ends: Ends) -> bool:
     """Whether lengths say what a query sees whatever they hold, rows without keys and caches that are too short included."""
-    moves = bool(queries) or ends.window is not None  # what is seen depends on the newest key, wherever a table ends
+    is_window = ends.window is not None and (key.table is not None or bool(queries))
+    moves = bool(queries) or is_window  # what is seen depends on the newest key, wherever a table ends
     count = product(axis.size for axis in queries)
     if moves and (not isinstance(count, int) or ends.shift > count):  # beyond the newest key
         return False
-    if emitter.attrs.masked_rows == "mean" and (moves or emitter.sinks is not None):
+    has_first = bool(ends.firsts) or ends.window is not None
+    if emitter.attrs.masked_rows == "mean" and (moves or has_first or emitter.sinks is not None):
         return False
     if key.table is not None:
         return True
@@ -286,9 +290,7 @@ def _places(roles: Roles, key: Stored, value: Stored) -> tuple[tuple[Axis, ...],
     return (columns, slots) if is_whole else None
 
 
-def _match(
-    emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims], buffers: tuple[fx.Node, ...]
-) -> Match:
+def _match(emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims], buffers: tuple[fx.Node, ...]) -> Match:
     """The finished match; ``passed`` are nodes on the way to other operands, ``buffers`` what it rests on.
 
     Raises:
@@ -304,11 +306,12 @@ def _match(
     if emitter.queries or emitter.ends.window is not None:  # nothing may be beyond a table there
         of_terms = max(sum(max(each, 0) for _, _, each in emitter.ends.terms), 1)
         longest = (longest - 1 - emitter.ends.shift) // of_terms + 1
+    begins = [each for terms, _ in emitter.ends.firsts for each in terms]
     reads: list[tuple[fx.Node, Dims, tuple[float, float] | None]] = [
         (attention.query.node, attention.query.dims, None), (key.cache, emitter.cache_dims(key), None),
         (value.cache, emitter.cache_dims(value), None),
         *((node, dims, (0.0, float(most))) for (node, dims), most in zip(key.indices.items(), within, strict=False)),
-        *((node, dims, (0.0, longest)) for node, dims, _ in emitter.ends.terms),
+        *((node, dims, (0.0, longest)) for node, dims, _ in (*emitter.ends.terms, *begins)),
         *([] if emitter.sinks is None else [(emitter.sinks.node, emitter.sinks.dims, None)]),
     ]  # fmt: skip
     if len({node for node, _, _ in reads}) < len(reads):
@@ -349,7 +352,9 @@ def _match(
         least={
             emitter.blocks[0]: _BLOCKS,
             **dict.fromkeys(of_keys, columns),
-            **dict.fromkeys(atoms(roles.batch)[:1], max(1, _ROWS // facts.heads) if isinstance(facts.heads, int) else _ROWS),
+            **dict.fromkeys(
+                atoms(roles.batch)[:1], max(1, _ROWS // facts.heads) if isinstance(facts.heads, int) else _ROWS
+            ),
         },
         masked_rows_count=not attention.sees_keys,
     )

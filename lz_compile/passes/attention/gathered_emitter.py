@@ -16,7 +16,7 @@ from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
 from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.graph.view import known_tensor
-from lz_compile.passes.masks.meaning import Ends
+from lz_compile.passes.masks.meaning import Ends, Terms
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.emitter import TableEmitter
 
@@ -108,7 +108,9 @@ class GatheredEmitter(TableEmitter):
         if self.sinks is not None:
             given = builder.value(self.sinks.node)
             found["sinks"] = builder.arrange(given, self.sinks.dims, (self.heads,), expand=True)
-        if not self.queries and self.ends.window is None:  # else what lies beyond the table would shift what is seen
+        if self.attrs.has_first_keys:
+            found["first_keys"] = self._firsts(builder).clamp(0, torch.iinfo(torch.int32).max).int()
+        if not self.queries and self.attrs.window is None:  # else what lies beyond the table would shift what is seen
             lengths = lengths.clamp(max=keys)
         lengths = lengths.clamp(0, torch.iinfo(torch.int32).max).int()
         return Operands(query, key_cache, value_cache, self._table(builder).int(), lengths, **found)
@@ -129,7 +131,10 @@ class GatheredEmitter(TableEmitter):
         """In the layout and dtype of the node that it replaces; a query that sees no key gives what the source gives."""
         roles, attention = self.roles, self.attention
         if attention.attrs.masked_rows == "nan" and self.sinks is None and (self.ends.terms or self.ends.is_counted):
-            sees = self._ends(builder).reshape(-1) > 0
+            ends, first = self._ends(builder), 0
+            if self.attrs.has_first_keys:  # beyond the cache there is none to see
+                ends, first = ends.clamp(max=builder.size(roles.keys)), self._firsts(builder).clamp(min=0)[:, None]
+            sees = (ends > first).reshape(-1)
             value = torch.where(sees[:, None, None], value, torch.nan)
         value = value.to(known_tensor(attention.output).dtype)
         groups = ((*roles.batch, *self.queries), self.heads, roles.value_features)
@@ -142,8 +147,18 @@ class GatheredEmitter(TableEmitter):
             return functools.reduce(torch.logical_and, keeps).sum(-1)
         if not self.ends.terms:
             return torch.full_like(self._table(builder)[:, 0], builder.size(self.roles.keys))
-        total: Any = self.ends.shift
-        for node, dims, factor in self.ends.terms:
+        return self._sum(builder, self.ends.terms, self.ends.shift)
+
+    def _firsts(self, builder: Builder) -> Any:
+        """The first key that each request sees, ``[R]``; it may be before or beyond those that there are."""
+        found = [self._sum(builder, *each) for each in self.ends.firsts]
+        if self.attrs.window is None and self.ends.window is not None:
+            found.append(self._lengths(builder) - self.ends.window)
+        return functools.reduce(torch.maximum, found)
+
+    def _sum(self, builder: Builder, terms: Terms, shift: int) -> Any:
+        total: Any = shift
+        for node, dims, factor in terms:
             given = builder.arrange(builder.value(node), dims, (self.roles.batch,), expand=True).long()
             total = total + (given if factor == 1 else given * factor)
         return total
@@ -198,13 +213,18 @@ class GatheredEmitter(TableEmitter):
         return sees if keeps else ~sees
 
     def _flag(self, node: fx.Node, builder: Builder) -> torch.Tensor:
+        """What a mask says of what all say together: as much as its axes can."""
         dims, keeps = self.flags[node]
-        ends = self._ends(builder)
+        own, ends = frozenset(axes_of(dims)), self._ends(builder)
         place = torch.arange(builder.size(self.roles.keys), device=ends.device)
-        sees = place < ends[..., None]
-        if self.ends.window is not None:
-            sees = sees & (place >= ends[..., None] - self.ends.window)
-        own = frozenset(axes_of(dims))
+        sees = torch.ones_like(place < ends[..., None])
+        if _may_say(own, self.ends.terms, self.roles.batch):
+            sees = place < ends[..., None]
+            if self.ends.window is not None:
+                sees = sees & (place >= ends[..., None] - self.ends.window)
+        for terms, shift in self.ends.firsts:
+            if _may_say(own, terms, self.roles.batch):
+                sees = sees & (place >= self._sum(builder, terms, shift)[:, None, None])
         groups = (self.roles.batch, self.queries, self.roles.keys)
         index = tuple(slice(None) if own & set(atoms(group)) else slice(1) for group in groups)
         sees = self._as_mask(node, sees, keeps)
@@ -212,3 +232,8 @@ class GatheredEmitter(TableEmitter):
             sees[index], [atoms(g) if own & set(atoms(g)) else () for g in groups], dims
         )
         return value.contiguous()
+
+
+def _may_say(own: frozenset[Axis], terms: Terms, batch: tuple[Axis, ...]) -> bool:
+    """Whether a mask over some axes can say something of a sum that may differ between requests."""
+    return {axis for _, dims, _ in terms for axis in axes_of(dims)} & {*atoms(batch)} <= own

@@ -75,9 +75,13 @@ class _Calls(dict[fx.Node, "Call | None"]):
 
 
 class Effects:
-    """Mutations and ambient modes of one graph, indexed once."""
+    """Mutations and ambient modes of one graph, indexed once.
 
-    def __init__(self, graph: fx.Graph) -> None:
+    ``may_keep`` says whether what is computed of a module's tensors alone may be kept from call to call.
+    """
+
+    def __init__(self, graph: fx.Graph, *, may_keep: bool = True) -> None:
+        self.may_keep = may_keep
         self.position = {node: i for i, node in enumerate(graph.nodes)}
         self._calls = _Calls((node, read(node)) for node in graph.nodes)
         self.calls: Mapping[fx.Node, Call | None] = self._calls

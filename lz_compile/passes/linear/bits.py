@@ -24,7 +24,7 @@ from lz_compile.passes.formula.expressions import plain_number
 from lz_compile.passes.formula.parts import FUNCTIONS, Parts
 from lz_compile.passes.formula.pointwise import POINTWISE, Rule
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
-from lz_compile.passes.linear.unpacked import is_whole
+from lz_compile.passes.linear.unpacked import bounds_of, is_whole
 from lz_compile.passes.masks.constants import Constants
 
 
@@ -65,7 +65,8 @@ def _bounds(region: Region, x: sympy.Expr) -> tuple[float, float]:
         if tensor is None or not is_whole(tensor):
             return _NOTHING_KNOWN
         limits = torch.iinfo(tensor.dtype)
-        return float(limits.min), float(limits.max)
+        known = bounds_of(region.effects, region.leaves[x].node)
+        return (float(limits.min), float(limits.max)) if known is None else known
     if not isinstance(x, (sympy.Add, sympy.Mul)):
         return _NOTHING_KNOWN
     low, high = _bounds(region, x.args[0])
@@ -136,16 +137,20 @@ def _division(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
 
 @dataclass
 class Indexed(Region):
-    """A region that reads what is gathered by an index of groups, where that counts groups of equal size.
+    """A region that reads what is gathered by an index of groups of equal size.
 
     ``counts`` has such indices with their axes and the one that they count, ``buffers`` those whose values were looked at.
+    Where groups are no neighbours, ``shuffled`` says so of the axis of columns, which is no product of groups and others
+    then: it has the axis of groups, what was gathered by and its values. ``uneven`` says why an index was not read.
     """
 
     counts: dict[fx.Node, tuple[Dims, Axis]] = field(default_factory=dict)
     buffers: dict[fx.Node, None] = field(default_factory=dict)
+    shuffled: dict[Axis, tuple[Axis, fx.Node, torch.Tensor]] = field(default_factory=dict)
+    uneven: str = ""
 
     def gathered(self, call: Call, dims: Dims, dim: int, index: fx.Node) -> sympy.Expr | None:
-        """``scale[index]``, where ``index`` is ``column // size``."""
+        """``scale[index]``, where ``index`` is ``column // size``, or that in another order."""
         source, given = tensor_of(call.input), tensor_of(index)
         if source is None or given is None or given.dim() != 1 or given.dtype not in _PLACES:
             return None
@@ -153,19 +158,46 @@ class Indexed(Region):
         count, columns = source.shape[dim], given.shape[0]
         if isinstance(constant, Reason) or not isinstance(count, int) or count < 2 or columns % count:
             return None
-        if not torch.equal(constant.value.long(), torch.arange(columns) // (columns // count)):
+        groups, own = constant.value.long(), atoms(dims[dim])
+        node = self._uncast(self.seen_by(call.node, index), groups, dims[dim])
+        axis: Axis | None = own[0]
+        if not torch.equal(groups, torch.arange(columns) // (columns // count)):
+            axis = None if len(own) > 1 else self._shuffled(own[0], groups, node, count)
+        elif len(own) == 1 and own[0].size == columns > count:
+            own[0].parts = (Axis(count), Axis(columns // count))
+            axis = own[0].parts[0]
+        if axis is None or axis.size != count:
             return None
-        (axis, *others) = atoms(dims[dim])
-        if not others and axis.size == columns > count:
-            axis.parts = (Axis(count), Axis(columns // count))
-            axis = axis.parts[0]
-        if axis.size != count:
-            return None
-        self.counts[self.seen_by(call.node, index)] = (dims[dim],), axis
+        self.counts[node] = (dims[dim],), axis
         self.buffers.update(dict.fromkeys(constant.buffers))
         return self.express(call.input, (*dims[:dim], (axis,), *dims[dim + 1 :]), call.node)
 
+    def _uncast(self, node: fx.Node, values: torch.Tensor, dim: tuple[Axis, ...]) -> fx.Node:
+        """An index as it is before it is cast, as it may be for each that is gathered by it."""
+        call = self.effects.calls[node]
+        while call is not None and call.name in INTEGER_CASTS and is_whole(tensor_of(call.input)):
+            inner = self.seen_by(node, call.input)
+            known = Constants(self.effects).value(inner, node)
+            if isinstance(known, Reason) or not torch.equal(known.value.long(), values):  # it wraps around
+                break
+            self.interior.setdefault(node, (dim,))
+            node, call = inner, self.effects.calls[inner]
+        return node
 
+    def _shuffled(self, columns: Axis, groups: torch.Tensor, node: fx.Node, count: int) -> Axis | None:
+        """The axis of groups of equal size whose columns may be anywhere; None where they are others."""
+        sizes = torch.bincount(groups.clamp(0, count)) if bool((groups >= 0).all()) else groups.new_empty(0)
+        if sizes.numel() != count or columns.size != groups.numel() or int(sizes.min()) != int(sizes.max()):
+            is_known = sizes.numel() == count
+            are = f"of {int(sizes.min())} to {int(sizes.max())} columns" if is_known else "that there are not"
+            self.uneven = f"the index of groups names groups {are}"
+            return None
+        axis, _, known = self.shuffled.setdefault(columns, (Axis(count), node, groups))
+        return axis if torch.equal(known, groups) else None
+
+
+#: Casts, those that are calls of a tensor's own among them.
+INTEGER_CASTS = frozenset({*CASTS, "int", "long", "short"})
 _PLACES = (torch.int32, torch.int64)
 #: Where operations have their table, and what chooses from it.
 _TABLES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
@@ -233,7 +265,7 @@ def _cast(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
 _ARITHMETIC = ("add", "sub", "rsub", "mul", "neg", "square", "pow", "addcmul", "lerp", "where", "masked_fill")
 BITS: Mapping[str, Rule] = {
     **{name: _whole(name) for name in _ARITHMETIC},
-    **dict.fromkeys((*CASTS, "int", "long", "short"), _cast),
+    **dict.fromkeys(INTEGER_CASTS, _cast),
     "and": _of_number(_and, "and"),
     **dict.fromkeys(("rshift", "bitwise_right_shift"), _of_number(_shifted)),
     **dict.fromkeys(("floordiv", "floor_divide"), _of_number(_divided)),

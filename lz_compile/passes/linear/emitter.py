@@ -10,13 +10,15 @@ import sympy
 import torch
 from torch import fx
 
+from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import product
-from lz_compile.lowering.ops.linear import LinearAttrs, LinearFacts, Operands
+from lz_compile.lowering.ops.linear import LinearAttrs, LinearFacts, Operands, packed
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
-from lz_compile.passes.formula.contraction import Contraction, Factor
+from lz_compile.passes.formula.contraction import Factor
 from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.linear.bits import Indexed
+from lz_compile.passes.linear.forms import is_transposed
 from lz_compile.passes.linear.reading import Weight
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
@@ -39,21 +41,23 @@ class LinearEmitter(TableEmitter):
     attrs: LinearAttrs
 
     @classmethod
-    def of(cls, found: Contraction, given: Factor, weight: Weight, bias: Leaf | None, core: Core) -> LinearEmitter:
+    def of(cls, dims: Dims, given: Factor, weight: Weight, bias: Leaf | None, core: Core) -> LinearEmitter:
         """What was read, over the axes of the result."""
-        rows = tuple(axis for axis in axes_of(found.dims) if axis not in set(weight.out))
+        rows = tuple(axis for axis in axes_of(dims) if axis not in set(weight.out))
         numbers = meaning(weight)
         dtypes = [known_tensor(node).dtype for node in core.nodes]
         attrs = LinearAttrs(
             packing=weight.packing,
-            is_transposed=weight.unpacked is None and _is_transposed(weight),
+            is_transposed=weight.unpacked is None and not weight.is_kept and is_transposed(weight),
             **{f"has_{name}": name in numbers for name in ("scale", "zero", "offset")},
             has_bias=bias is not None,
             has_codebook=weight.codebook is not None,
+            has_order=weight.order is not None,
+            is_native=weight.is_native,
             compute_dtype=max((each for each in dtypes if each.is_floating_point), key=lambda each: each.itemsize),
             out_dtype=known_tensor(core.output).dtype,
         )
-        return cls(given, weight, bias, rows, core.output, found.dims, attrs)
+        return cls(given, weight, bias, rows, core.output, dims, attrs)
 
     @property
     def groups(self) -> Groups:
@@ -64,9 +68,10 @@ class LinearEmitter(TableEmitter):
         """Those of the table; what is the same number everywhere is a tensor of one element."""
         table = self.table()
         given = {name: cell.value(builder) for name, cell in table.items()}
-        like, unpacked = given["input"], self.weight.unpacked
-        if unpacked is not None:
-            given["weight"] = given["weight"].to(unpacked.dtype).contiguous()
+        like = given["input"]
+        if self.weight.order is not None:
+            given["order"] = builder.value(self.weight.order).argsort(stable=True)
+        given["weight"] = self._formed(given["weight"], given.get("order"))
         for name in ("scale", "zero", "offset"):
             value = given.get(name)
             if isinstance(value, float):
@@ -74,6 +79,17 @@ class LinearEmitter(TableEmitter):
             elif value is not None and value.dim() == 0:
                 given[name] = value.reshape(1, 1)
         return Operands(**given)
+
+    def _formed(self, numbers: Any, order: Any) -> Any:
+        """The weight in the form that kernels get: see ``forms.py``."""
+        weight, unpacked = self.weight, self.weight.unpacked
+        if order is not None:
+            numbers = numbers.index_select(1, order)
+        if weight.low is not None:
+            return packed(numbers - weight.low, weight.packing)
+        if unpacked is not None:
+            numbers = numbers.to(unpacked.dtype)
+        return numbers.contiguous() if weight.is_kept or unpacked is not None else numbers
 
     def table(self) -> dict[str, Cell]:
         """The input, what is stored, and what that means."""
@@ -104,32 +120,37 @@ class LinearEmitter(TableEmitter):
         region, buffers = weight.region, tuple[fx.Node, ...]()
         if isinstance(region, Indexed):
             buffers = tuple(region.buffers)
-            inputs |= {node: Input(dims, counts=axis) for node, (dims, axis) in region.counts.items()}
+            is_shuffled = weight.order is not None
+            inputs |= {
+                node: Input(dims, counts=axis, is_shuffled=is_shuffled) for node, (dims, axis) in region.counts.items()
+            }
         facts = LinearFacts(
             num_rows=product(axis.size for axis in self.rows),
             in_features=product(axis.size for axis in weight.columns),
             out_features=product(axis.size for axis in weight.out),
             groups=int(product(axis.size for axis in weight.groups)),
             dtype=known_tensor(self.given.node).dtype,
-            stored_dtype=stored.dtype if unpacked is None else unpacked.dtype,
+            stored_dtype=_stored_dtype(weight),
             device=known_tensor(self.output).device.type,
             needs_grad=core.wants_grad(inputs),
         )
         operands = {"input": self.given.node, "weight": weight.leaf.node}
         pairs = () if weight.packing == "none" else atoms((*weight.columns, *weight.stored_columns))
         pinned = frozenset((*pairs, *(() if weight.codebook is None else weight.codebook.axes)))
+        told = (Reason("WEIGHT_UNPACKED", f"in every call: {weight.unkept}"),) if weight.unkept else ()
         return Match(
             op,
             Site.of(core, self.output_dims, read),
-            Found(self.attrs, facts, inputs, operands, self, buffers=buffers),
+            Found(self.attrs, facts, inputs, operands, self, buffers=buffers, mask_reasons=told),
             Trial(masked_rows_count=False, pinned=pinned),
         )
 
 
-def _is_transposed(weight: Weight) -> bool:
-    stored = known_tensor(weight.leaf.node)
-    last = max((place for place, dim in enumerate(weight.leaf.dims) if dim), default=0)  # others have one element
-    return atoms(weight.leaf.dims[last])[-1:] != atoms(weight.stored_columns)[-1:] or stored.stride(last) != 1
+def _stored_dtype(weight: Weight) -> torch.dtype:
+    """That of what kernels get."""
+    if weight.low is not None:
+        return torch.uint8
+    return known_tensor(weight.leaf.node).dtype if weight.unpacked is None else weight.unpacked.dtype
 
 
 def meaning(weight: Weight) -> dict[str, sympy.Expr]:

@@ -27,7 +27,7 @@ from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.subclasses import is_subclass
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.linear.bits import BITS, CODE, HIGH, LOW, Indexed, has_bits
-from lz_compile.passes.linear.unpacked import Unpacked, numbers_of
+from lz_compile.passes.linear.unpacked import Unpacked, less_shifted, numbers_of
 
 #: Dtypes of what is stored.
 STORED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
@@ -41,7 +41,10 @@ class Weight:
 
     ``groups`` are the first of the columns' axes: scale and summand do not depend on others. The stored tensor has the
     dims of ``leaf``; of bytes that hold two numbers these lack the axis of the two. ``unpacked`` says what it is where the
-    graph computes it.
+    graph computes it. ``order`` is an index of groups whose columns are no neighbours; columns are those that are, in order.
+
+    Where it ``is_kept`` it is made once for all calls, of numbers less ``low`` where these are two in a byte; ``unkept`` is
+    why it is unpacked in every call. The source calls a product of PyTorch's own where it ``is_native``.
     """
 
     leaf: Leaf
@@ -56,6 +59,11 @@ class Weight:
     codebook: Leaf | None = None
     read: Mapping[fx.Node, Dims] = field(default_factory=dict)
     unpacked: Unpacked | None = None
+    order: fx.Node | None = None
+    is_kept: bool = False
+    low: int | None = None
+    unkept: str = ""
+    is_native: bool = False
 
 
 def storage_of(effects: Effects, node: fx.Node) -> fx.Node | None:
@@ -93,10 +101,17 @@ def read_weight(effects: Effects, product: Contraction, factor: Factor, storage:
             refusal = error
     if unpacked is None:
         raise refusal
+    shifted = less_shifted(effects, unpacked)
+    numbers = unpacked if shifted is None else shifted
     try:
-        return _read_plain(effects, product, factor, unpacked.node, unpacked)
-    except (RefusedError, LayoutError) as error:
+        return _read_plain(effects, product, factor, numbers.node, numbers)
+    except RefusedError as error:
         raise (refusal if storage is not None else error) from error
+    except LayoutError as error:
+        if isinstance(refusal, RefusedError):
+            raise refusal from error
+        text = f"{told(numbers.node)} is unpacked into a shape that has no exact form: {error}"
+        raise RefusedError("NOT_DEQUANTISED", text, "give the weight a fixed size, or unpack it row by row") from error
 
 
 def _read_stored(effects: Effects, product: Contraction, factor: Factor, storage: fx.Node) -> Weight:
@@ -231,9 +246,12 @@ def _weight(
         raise RefusedError(
             "NOT_DEQUANTISED", "what is stored is repeated, or has other axes than the weight", "store it once"
         )
+    order = _ordered(region, scale, summand, columns)
     groups = _groups(region, scale, summand, {*out}, columns)
     read = region.interior
-    return Weight(leaf, packing, scale, summand, region, out, columns, groups, stored_columns, codebook, read)
+    return Weight(
+        leaf, packing, scale, summand, region, out, columns, groups, stored_columns, codebook, read, order=order
+    )
 
 
 def _unread(region: Region, storage: fx.Node) -> tuple[str, str]:
@@ -252,20 +270,42 @@ def _is_rounded(effects: Effects, node: fx.Node) -> bool:
     return call is not None and call.name in CASTS and tensor is not None and tensor.dtype in FLOAT8
 
 
+def _used(region: Region, *expressions: sympy.Expr) -> set[Axis]:
+    symbols = {symbol for each in expressions for symbol in each.free_symbols} & region.leaves.keys()
+    return {axis for symbol in symbols for axis in region.leaves[symbol].axes}
+
+
+def _ordered(region: Region, scale: sympy.Expr, summand: sympy.Expr, columns: tuple[Axis, ...]) -> fx.Node | None:
+    """The index of groups that scales were gathered by, where columns of a group are no neighbours; then they become some.
+
+    Whatever else depends on columns would have to be put in order, too.
+    """
+    used = _used(region, scale, summand)
+    shuffled = region.shuffled if isinstance(region, Indexed) else {}
+    found = {columns_: each for columns_, each in shuffled.items() if each[0] in used}
+    if not found:
+        return None
+    if {*found} != {*atoms(columns)} or not used.isdisjoint(found):
+        text = "scales of groups in another order, and of columns or their neighbours"
+        raise RefusedError("NOT_DEQUANTISED", text, "gather all of them by one index of groups")
+    ((axis, (groups, index, _)),) = found.items()
+    axis.parts = (groups, Axis(axis.size // groups.size))
+    return index
+
+
 def _groups(
     region: Region, scale: sympy.Expr, summand: sympy.Expr, out: set[Axis], columns: tuple[Axis, ...]
 ) -> tuple[Axis, ...]:
     """The first axes of the columns, such that factor and summand depend on no others of them."""
-    symbols = (scale.free_symbols | summand.free_symbols) & region.leaves.keys()
-    used = {axis for symbol in symbols for axis in region.leaves[symbol].axes}
-    parts = atoms(columns)
+    used, parts = _used(region, scale, summand), atoms(columns)
     if not used <= out | {*parts}:
         raise RefusedError(
             "NOT_DEQUANTISED", "what is multiplied depends on more than rows and columns", "scale it afterwards"
         )
     last = max((place for place, axis in enumerate(parts) if axis in used), default=-1)
     if last + 1 == len(parts) and len(parts) == 1:
-        raise RefusedError(
-            "NOT_DEQUANTISED", "what is multiplied changes from column to column", "scale the input by it"
-        )
+        uneven = region.uneven if isinstance(region, Indexed) else ""
+        text = uneven or "what is multiplied changes from column to column"
+        edit = "give all groups as many columns" if uneven else "scale the input by it"
+        raise RefusedError("NOT_DEQUANTISED", text, edit)
     return tuple(parts[: last + 1])

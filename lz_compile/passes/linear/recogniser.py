@@ -10,18 +10,21 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+import sympy
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
+from lz_compile.lowering.ops.linear import NATIVE
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of, fresh
-from lz_compile.passes.formula.contraction import Contraction
+from lz_compile.passes.formula.contraction import Contraction, Factor
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.linear.emitter import LinearEmitter
-from lz_compile.passes.linear.reading import read_weight, storage_of
+from lz_compile.passes.linear.forms import brought
+from lz_compile.passes.linear.reading import Weight, read_weight, storage_of
 from lz_compile.passes.linear.unpacked import numbers_of
 from lz_compile.passes.masks.constants import hold_the_same
 from lz_compile.passes.rewriting.core import Core, find_core
@@ -30,6 +33,8 @@ from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.twins import Twins
 
 OP = "linear"
+#: A product whose weight only the machine that packed it can read.
+_MACHINES_OWN = "_weight_int4pack_mm_for_cpu"
 
 
 def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
@@ -48,6 +53,8 @@ class _Reader:
     def is_anchor(self, node: fx.Node) -> bool:
         """Whether a call is a product one of whose factors is computed from stored numbers."""
         call, tensor = self.effects.calls[node], tensor_of(node)
+        if call is not None and call.name in (*NATIVE, _MACHINES_OWN):
+            return 0 not in shape_of(known_tensor(node))
         is_product = call is not None and call.name in contraction.PRODUCTS
         if not is_product or tensor is None or not tensor.is_floating_point() or 0 in shape_of(tensor):
             return False
@@ -77,16 +84,41 @@ class _Reader:
     def _match(self, anchor: fx.Node) -> Match:
         call = self.effects.calls[anchor]
         assert call is not None, "an anchor is a call"
+        if call.name in (*NATIVE, _MACHINES_OWN):
+            return self._native(call)
         region, dims = Region(self.effects), fresh(shape_of(known_tensor(anchor)))
         product, bias = self._product(region, call, dims)
         given, factor = product.left, product.right  # of a weight on the left nobody could tell that it is none
         rows = set(axes_of(given.dims)) - set(product.summed)
         if rows & set(axes_of(factor.dims)):
             raise RefusedError("BATCHED_WEIGHT", "every row has a weight of its own", "multiply each by itself")
-        weight = read_weight(self.effects, product, factor, self.storage(factor.node))
+        weight = brought(self.effects, read_weight(self.effects, product, factor, self.storage(factor.node)))
         core = self._core(weight.region, weight.leaf.node, anchor, [given.node, *([] if bias is None else [bias.node])])
         read: Mapping[fx.Node, Dims] = {**weight.read, anchor: dims}
-        return LinearEmitter.of(product, given, weight, bias, core).match(OP, core, read)
+        return LinearEmitter.of(product.dims, given, weight, bias, core).match(OP, core, read)
+
+    def _native(self, call: Call) -> Match:
+        """The product that a call of PyTorch's own is.
+
+        Raises:
+            RefusedError: its weight has a layout that other machines do not know.
+        """
+        if call.name == _MACHINES_OWN:
+            text = "the weight is laid out for the instructions of this machine, and PyTorch's own product of it stays"
+            raise RefusedError("NOT_DEQUANTISED", text, "store two numbers in a byte, and multiply by what they mean")
+        anchor, region = call.node, Region(self.effects)
+        nodes = [region.seen_by(anchor, each) for each in anchor.args if isinstance(each, fx.Node)]
+        if len(nodes) != 3:
+            raise LayoutError("operands by other names")
+        (given, stored, scale), dims = nodes, fresh(shape_of(known_tensor(anchor)))
+        (columns,) = fresh(shape_of(known_tensor(given))[1:])
+        if not columns or not dims[1]:
+            raise LayoutError("a product without columns")
+        meant, leaf = region.leaf(scale, (dims[1],)), Leaf(stored, (dims[1], columns))
+        weight = Weight(leaf, "none", meant, sympy.S.Zero, region, dims[1], columns, (), columns, is_native=True)
+        core = self._core(region, stored, anchor, [given])
+        emitter = LinearEmitter.of(dims, Factor(given, (dims[0], columns)), weight, None, core)
+        return emitter.match(OP, core, {anchor: dims})
 
     def _product(self, region: Region, call: Call, dims: Dims) -> tuple[Contraction, Leaf | None]:
         """The product, and what is added to each of its columns.

@@ -14,6 +14,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import product, shape_of
+from lz_compile.lowering import inductor
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.calls import CASTS, constant_value
 from lz_compile.passes.formula.contraction import PRODUCTS
@@ -73,14 +75,32 @@ def numbers_of(effects: Effects, node: fx.Node) -> Unpacked | None:
     ):
         return None
     (numbers,) = largest
-    bounds = _bounds(effects, numbers)
+    bounds = bounds_of(effects, numbers)
     dtype = next((each for each in _EIGHT_BITS if bounds is not None and _holds(each, bounds)), None)
     return None if dtype is None or bounds is None else Unpacked(numbers, dtype, bounds)
 
 
+def less_shifted(effects: Effects, found: Unpacked) -> Unpacked | None:
+    """The numbers that zero points are taken off, or added to, where those are integers, too: they have fewer bits."""
+    call = effects.calls[found.node]
+    if call is None or call.name not in ("sub", "add") or call.get("alpha", 1) != 1:
+        return None
+    source = call.input if isinstance(call.input, fx.Node) else None
+    node = None if source is None else effects.current(source, found.node)
+    bounds = None if node is None or _count(node) != _count(found.node) else bounds_of(effects, node)
+    if node is None or bounds is None or bounds[1] - bounds[0] >= found.bounds[1] - found.bounds[0]:
+        return None
+    dtype = next((each for each in _EIGHT_BITS if _holds(each, bounds)), None)
+    return None if dtype is None else Unpacked(node, dtype, bounds)
+
+
 def _count(node: fx.Node) -> int:
+    """How many numbers a matrix has, as far as that is known: of symbolic sizes, those of the trace."""
     tensor = tensor_of(node)
-    return tensor.numel() if tensor is not None and tensor.dim() >= 2 and isinstance(tensor.numel(), int) else 0
+    if tensor is None or tensor.dim() < 2:
+        return 0
+    count = product(shape_of(tensor))
+    return count if isinstance(count, int) else inductor.symbolic_size(count, [tensor]).hint or 0
 
 
 def _is_given(effects: Effects, node: fx.Node) -> bool:
@@ -104,7 +124,7 @@ def _holds(dtype: torch.dtype, bounds: Bounds) -> bool:
 # ---- between what numbers --------------------------------------------------------------------------------------------
 
 
-def _bounds(effects: Effects, node: Any, reader: fx.Node | None = None) -> Bounds | None:
+def bounds_of(effects: Effects, node: Any, reader: fx.Node | None = None) -> Bounds | None:
     """Between what numbers the elements of a tensor of integers surely are, or a number; None where that is not known.
 
     They are those that ``reader`` sees, or everybody.
@@ -139,7 +159,7 @@ def _same(effects: Effects, call: Call) -> Bounds | None:
     """Elements of the input, wherever they are."""
     source, result = tensor_of(call.input), tensor_of(call.node)
     is_reread = call.name == "view" and source is not None and result is not None and source.dtype != result.dtype
-    inner = _bounds(effects, call.input, call.node)
+    inner = bounds_of(effects, call.input, call.node)
     if is_reread and (source.dtype.itemsize != result.dtype.itemsize or inner is None or inner[0] < 0):  # type: ignore[union-attr]
         return None
     return inner
@@ -148,7 +168,7 @@ def _same(effects: Effects, call: Call) -> Bounds | None:
 def _joined(effects: Effects, call: Call) -> Bounds | None:
     """Elements of one of several tensors."""
     given = call.get("tensors", call.input)
-    found = [_bounds(effects, each, call.node) for each in given] if isinstance(given, (tuple, list)) else [None]
+    found = [bounds_of(effects, each, call.node) for each in given] if isinstance(given, (tuple, list)) else [None]
     return _hull(*found)
 
 
@@ -160,12 +180,12 @@ def _hull(*found: Bounds | None) -> Bounds | None:
 
 
 def _chosen(effects: Effects, call: Call) -> Bounds | None:
-    return _hull(*(_bounds(effects, each, call.node) for each in (call.get("input"), call.get("other"))))
+    return _hull(*(bounds_of(effects, each, call.node) for each in (call.get("input"), call.get("other"))))
 
 
 def _sum(sign: int) -> Rule:
     def rule(effects: Effects, call: Call) -> Bounds | None:
-        one, other = (_bounds(effects, each, call.node) for each in (call.input, call.get("other")))
+        one, other = (bounds_of(effects, each, call.node) for each in (call.input, call.get("other")))
         if one is None or other is None or call.get("alpha", 1) != 1:
             return None
         low, high = other if sign > 0 else (-other[1], -other[0])
@@ -176,14 +196,14 @@ def _sum(sign: int) -> Rule:
 
 def _and(effects: Effects, call: Call) -> Bounds | None:
     """Bits of a number that is not negative: no more than that, whatever the other one is."""
-    found = [_bounds(effects, each, call.node) for each in (call.input, call.get("other"))]
+    found = [bounds_of(effects, each, call.node) for each in (call.input, call.get("other"))]
     most = [high for low, high in filter(None, found) if low >= 0]
     return (0, min(most)) if most else None
 
 
 def _either(effects: Effects, call: Call) -> Bounds | None:
     """Bits of two numbers, neither of which is negative."""
-    hull = _hull(*(_bounds(effects, each, call.node) for each in (call.input, call.get("other"))))
+    hull = _hull(*(bounds_of(effects, each, call.node) for each in (call.input, call.get("other"))))
     return None if hull is None or hull[0] < 0 else (0, (1 << hull[1].bit_length()) - 1)
 
 
@@ -194,7 +214,7 @@ def _rest(effects: Effects, call: Call) -> Bounds | None:
 
 def _shifted(effects: Effects, call: Call) -> Bounds | None:
     """Towards zero, or minus one."""
-    found = _bounds(effects, call.input, call.node)
+    found = bounds_of(effects, call.input, call.node)
     return None if found is None else (min(found[0], 0), max(found[1], 0))
 
 

@@ -25,12 +25,13 @@ from lz_compile.passes.proof.running import NotRunnableError, run
 #: Larger tensors are not computed while compiling.
 _LARGEST = 2**27
 #: What a mask may be made with: deterministic, and without side effects but on its first argument.
-_ALLOWED = frozenset(
+DETERMINISTIC = frozenset(
     "tensor as_tensor scalar_tensor arange linspace full full_like new_full new_tensor zeros zeros_like new_zeros ones "
     "ones_like new_ones eye tril triu tril_indices triu_indices where masked_fill masked_scatter fill fill_diagonal zero "
     "add sub rsub mul div floordiv floor_divide truediv remainder mod neg abs pow sqrt rsqrt reciprocal exp exp2 log log2 "
     "sign floor ceil round trunc square maximum minimum max min amax amin argmax argmin clamp clamp_min clamp_max le lt ge "
-    "gt eq ne not and or xor logical_xor bitwise_xor isinf isneginf isposinf isnan isfinite nan_to_num any all sum prod "
+    "gt eq ne not and or xor logical_xor bitwise_xor bitwise_and bitwise_or rshift lshift bitwise_right_shift "
+    "bitwise_left_shift isinf isneginf isposinf isnan isfinite nan_to_num any all sum prod "
     "mean cumsum cumprod cummax diff cat stack hstack vstack block_diag pad flip roll rot90 getitem setitem select narrow "
     "index_select gather scatter take_along_dim index_fill index_copy copy slice transpose t mT T permute movedim view "
     "reshape flatten unflatten ravel view_as reshape_as expand expand_as unsqueeze squeeze contiguous clone alias detach "
@@ -150,7 +151,9 @@ def _why_not(effects: Effects, node: fx.Node) -> Reason | None:
     is_autocast = effects.ambient(node).autocast or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
     if call.name in _CAST and is_autocast and isinstance(value, torch.Tensor) and value.is_floating_point():
         return _refusal(f"{told(node)} runs under autocast")
-    return None if call.name in _ALLOWED and "out" not in call.arguments else _refusal(f"{told(node)} is {call.name}")
+    return (
+        None if call.name in DETERMINISTIC and "out" not in call.arguments else _refusal(f"{told(node)} is {call.name}")
+    )
 
 
 def _buffers(effects: Effects, nodes: Iterable[fx.Node]) -> dict[fx.Node, torch.Tensor]:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
-from torch import fx
-
-from lz_compile.passes.formula.axes import Axis, Dims
+from lz_compile.passes.formula.axes import Axis
 from lz_compile.passes.formula.polynomial import ONE, Polynomial
 from lz_compile.passes.formula.predicates import AtLeast, Predicate
 from lz_compile.passes.formula.reader import Source
 from lz_compile.passes.masks.bands import Positions
 from lz_compile.passes.masks.index_reading import Reader
-from lz_compile.passes.masks.meaning import Ends
+from lz_compile.passes.masks.meaning import Ends, Terms
 from lz_compile.passes.masks.parts import is_stable
 
 
@@ -31,23 +29,39 @@ def of_conditions(parts: Iterable[Predicate], reader: Reader, at: Positions, bat
                 break
         else:
             return None
-    if len(lasts) > 1 or len(firsts) > 1:
+    if len(lasts) > 1:
         return None
     if not lasts:  # all keys, of which a window or several queries would see some
         return None if at.query_axes or firsts else Ends(buffers=tuple(reader.buffers))
-    last = lasts[0]
-    window: Any = (last - firsts[0] + ONE).constant if firsts else None
-    if firsts and not (isinstance(window, int) and window > 0):
+    last, begin = lasts[0], _begin(lasts[0], firsts, reader, batch)
+    if begin is None:
         return None
     end = last - at.query + at.queries
     sum_ = _tensors(end, reader, batch) or _tensor(end, reader, batch)
     if sum_ is None:  # overwritten later, or no sum; how many keys there are can still be counted
-        is_fixed = bool(at.query_axes) or window is not None or not end.axes <= batch
+        is_fixed = bool(at.query_axes) or bool(firsts) or not end.axes <= batch
         return None if is_fixed else Ends(is_counted=True, buffers=tuple(reader.buffers))
-    return Ends(*sum_, window, buffers=tuple(reader.buffers))
+    return Ends(*sum_, begin[0], buffers=tuple(reader.buffers), firsts=begin[1])
 
 
-_Sum: TypeAlias = "tuple[tuple[tuple[fx.Node, Dims, int], ...], int]"
+_Sum: TypeAlias = "tuple[Terms, int]"
+
+
+def _begin(
+    last: Polynomial, firsts: list[Polynomial], reader: Reader, batch: frozenset[Axis]
+) -> tuple[int | None, tuple[_Sum, ...]] | None:
+    """How many keys a query sees at most, and before which keys its request sees none; None where that is anything else."""
+    window, found = None, list[_Sum]()
+    for each in firsts:
+        count = (last - each + ONE).constant
+        sum_ = None if isinstance(count, int) else _tensors(each, reader, batch) or _tensor(each, reader, batch)
+        if sum_ is not None:
+            found.append(sum_)
+        elif isinstance(count, int) and count > 0:
+            window = count if window is None else min(window, count)
+        else:
+            return None
+    return window, tuple(found)
 
 
 def _tensors(end: Polynomial, reader: Reader, batch: frozenset[Axis]) -> _Sum | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import fx
@@ -84,20 +84,25 @@ class Meaning:
     label: str = ""
 
 
+#: Tensors with their axes, times factors.
+Terms: TypeAlias = "tuple[tuple[fx.Node, Dims, int], ...]"
+
+
 @dataclass(frozen=True)
 class Ends:
     """Before which key the last query sees keys: the sum of ``terms``, tensors with their axes times factors, and ``shift``.
 
     Without terms it sees all keys, or as many as the masks keep, where it ``is_counted``. Every query before it sees one key
-    less at the end. With a ``window`` it sees that many keys at most, the newest ones. ``buffers`` are placeholders on whose
-    values this rests.
+    less at the end. With a ``window`` it sees that many keys at most, the newest ones, and none before any of ``firsts``,
+    such sums. ``buffers`` are placeholders on whose values this rests.
     """
 
-    terms: tuple[tuple[fx.Node, Dims, int], ...] = ()
+    terms: Terms = ()
     shift: int = 0
     window: int | None = None
     is_counted: bool = False
     buffers: tuple[fx.Node, ...] = ()
+    firsts: tuple[tuple[Terms, int], ...] = ()
 
 
 @dataclass(frozen=True)

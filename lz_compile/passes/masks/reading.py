@@ -41,7 +41,7 @@ from lz_compile.passes.masks import reach as mask_reach
 from lz_compile.passes.masks.bands import Positions
 from lz_compile.passes.masks.constants import Constant, Constants, hold_the_same
 from lz_compile.passes.masks.index_reading import Reader
-from lz_compile.passes.masks.meaning import Axes, Documents, Ends, Meaning, Meanings, Slopes, Window
+from lz_compile.passes.masks.meaning import Axes, Documents, Ends, Meaning, Meanings, Slopes, Terms, Window
 from lz_compile.passes.masks.parts import Parts, is_stable
 
 #: Of what is understood in part, the values of larger masks are not looked at.
@@ -93,8 +93,8 @@ class Masks(Meanings):
         if found is None:
             return None
         given = {mine: axis for axis, mine in names.items()}
-        terms = [(node, tuple(_with(given, dim) for dim in dims), factor) for node, dims, factor in found.terms]
-        return replace(found, terms=tuple(terms))
+        firsts = tuple((_over(given, terms), shift) for terms, shift in found.firsts)
+        return replace(found, terms=_over(given, found.terms), firsts=firsts)
 
     def window(self, node: fx.Node, dims: Dims, query: Axis, key: Axis) -> Window | None:
         """See :class:`Meanings`."""
@@ -137,6 +137,10 @@ def _added(value: Piecewise) -> Predicate | None:
     kept = [where for where, each in value.cases if each == ZERO]
     others = [each for _, each in value.cases if each != ZERO]
     return kept[0] if len(kept) == 1 and all(each == -math.inf for each in others) else None
+
+
+def _over(names: Mapping[Axis, Axis], terms: Terms) -> Terms:
+    return tuple((node, tuple(_with(names, dim) for dim in dims), factor) for node, dims, factor in terms)
 
 
 def _with(names: Mapping[Axis, Axis], dim: tuple[Axis, ...]) -> tuple[Axis, ...]:

@@ -31,6 +31,7 @@ _BLOCKS, _SLOTS, _COLUMNS = 4, 2, 2
 _RANGES: Mapping[str, tuple[float, float]] = {
     "block_table": (0.0, float(_BLOCKS)),
     "lengths": (0.0, float(_SLOTS * _COLUMNS + 1)),
+    "first_keys": (0.0, float(_SLOTS * _COLUMNS + 1)),
     "key_scale": (0.01, 0.1),
     "value_scale": (0.01, 0.1),
 }

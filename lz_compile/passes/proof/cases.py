@@ -121,7 +121,8 @@ def _held(known: Input, extents: tuple[int, ...], sizes: Sizes) -> torch.Tensor:
         return torch.rand(extents, dtype=torch.float64) * (high - low) + low
     axes = axes_of(known.dims)
     (below,) = shape((axes[axes.index(known.counts) + 1 :],), sizes)
-    return (torch.arange(math.prod(extents)) // below).reshape(extents)
+    found = torch.arange(math.prod(extents)) // below
+    return (found[torch.randperm(len(found))] if known.is_shuffled else found).reshape(extents)
 
 
 def _documents(extents: tuple[int, ...], example: torch.Tensor, *, is_random: bool) -> torch.Tensor:

@@ -20,6 +20,7 @@ from lz_compile.errors import TrialError
 from lz_compile.ground import memory
 from lz_compile.ground.sizes import Size
 from lz_compile.lowering import inductor
+from lz_compile.lowering.ops.linear import NATIVE
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.formula.calls import constant_value, is_constant
@@ -290,6 +291,8 @@ def _copy(
         args, kwargs = _with_dtype((args, kwargs), dtype)
         if node.op == "call_method" and target in _DOWNCASTS:
             target = "double"
+    if call is not None and call.name in NATIVE:
+        return graph.call_function(NATIVE[call.name], args, kwargs)
     return graph.create_node(node.op, target, args, kwargs)
 
 

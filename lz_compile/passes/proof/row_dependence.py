@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lz_compile.ground.isolation import isolated
+from lz_compile.lowering.kept import kernel_behind
 from lz_compile.lowering.opaque import kernel_of
 from lz_compile.passes.graph.modes import changes_mode
 from lz_compile.passes.graph.view import read, value_of
@@ -75,7 +76,11 @@ class _Listing(TorchDispatchMode):
         result = operator(*args, **(kwargs or {}))
         name = operator.overloadpacket.__name__
         is_ours = operator.namespace == "layerzero"
-        if not (self.keeps_rows(kernel_of(name)) if is_ours else _is_exact(operator, args, kwargs or {}, result)):
+        if not (
+            self.keeps_rows(kernel_of(kernel_behind(name, args)))
+            if is_ours
+            else _is_exact(operator, args, kwargs or {}, result)
+        ):
             self.found.append(name)
         return result
 

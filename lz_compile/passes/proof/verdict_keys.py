@@ -42,7 +42,7 @@ def verdict_key(match: Match, source: Subgraph, kernel_id: str, real: Sizes | No
     lines += [*described(calls, source.held), str([calls.index(node) for node in source.outputs])]
     axes = {axis: f"a{i}" for i, axis in enumerate(sizes)}
     for node, known in match.found.inputs.items():
-        counted = known.counts and axes[known.counts]
+        counted = known.counts and (axes[known.counts], known.is_shuffled)
         lines.append(f"{order[node]} {[[axes[a] for a in axes_of((dim,))] for dim in known.dims]} {counted}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 

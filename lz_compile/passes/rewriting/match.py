@@ -59,8 +59,8 @@ class Input:
     the replacement reads them for the rest of what they say, or not at all.
 
     For proofs, ``range`` are the least number that it may hold and one that it does not reach, ``counts`` the axis of which
-    it is the index, and random values are multiplied by ``scale``, so that what is multiplied again and again neither grows
-    nor dies.
+    it is the index (in any order where it ``is_shuffled``), and random values are multiplied by ``scale``, so that what is
+    multiplied again and again neither grows nor dies.
     """
 
     dims: Dims
@@ -72,6 +72,7 @@ class Input:
     implied: str | None = None
     range: tuple[float, float] | None = None
     counts: Axis | None = None
+    is_shuffled: bool = False
     scale: float = 1.0
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from lz_compile.lowering.kernels.sampling import open_ties
+from lz_compile.lowering.spelled import spelled
 from lz_compile.passes.formula.axes import Axis
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import is_symbolic, tensor_of, value_of
@@ -38,7 +39,7 @@ def verbatim(found: Excerpt, sizes: Mapping[Axis, int] | None = None) -> tuple[s
             with graph.inserting_after(placeholders[-1]):
                 number = graph.call_method("item", (placeholder,))
             placeholder.replace_all_uses_with(number, delete_user_cb=users.__contains__)
-    return open_ties.spelled(graph), given
+    return spelled(graph), given
 
 
 def _as_spelled(found: Excerpt) -> Subgraph:

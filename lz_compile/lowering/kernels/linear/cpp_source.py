@@ -10,7 +10,7 @@ weight alone: rows give the same bits whatever is beside them.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 from lz_compile.lowering import inductor
 from lz_compile.lowering.cpp.floats import STORED, STORED_TYPES, floats
-from lz_compile.lowering.ops.linear import LinearAttrs, Operands, fake, groups_of
+from lz_compile.lowering.ops.linear import LinearAttrs, Operands, fake, groups_of, ordered
 
 #: Beside Inductor's own.
 FLAGS = ("-ftree-loop-vectorize",)
@@ -60,6 +60,7 @@ def run(x: Operands, attrs: LinearAttrs) -> torch.Tensor:
     if not x.input.shape[1]:
         return out.zero_() if x.bias is None else out.copy_(x.bias.expand_as(out))
     written = out if out.dtype == torch.float32 else out.float()
+    x = replace(x, input=ordered(x), order=None)
     given = {name: each if name == "weight" else each.to(torch.float32) for name, each in x.given().items()}
     count = groups_of(x)
     groups = {name: each.expand(x.weight.shape[0], count) for name, each in given.items() if name in _GROUPED}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from lz_compile.lowering.ops.linear import LinearAttrs, Operands, Packing, fake, groups_of
+from lz_compile.lowering.ops.linear import LinearAttrs, Operands, Packing, fake, groups_of, ordered
 from lz_compile.lowering.triton_floats import as_read, decoded, format_of
 from lz_compile.lowering.triton_launch import cdiv, is_interpreted, next_power_of_2, on
 
@@ -163,6 +164,7 @@ def multiply(
 
 def run(x: Operands, attrs: LinearAttrs) -> torch.Tensor:
     """The op (see ``lowering/ops/linear.py``), over operands that lie anywhere in memory."""
+    x = replace(x, input=ordered(x), order=None)
     out = fake(x, attrs)
     if not out.numel():
         return out

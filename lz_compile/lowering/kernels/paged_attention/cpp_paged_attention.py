@@ -44,7 +44,8 @@ def _alone(x: Operands, request: int, first: int, last: int) -> Operands:
     starts = x.lengths.new_tensor([0, last - first], dtype=torch.int32)
     rows = slice(request, request + 1)
     query, table, lengths = x.query[first:last], x.block_table[rows], x.lengths[rows]
-    return replace(x, query=query, block_table=table, lengths=lengths, query_starts=starts)
+    firsts = None if x.first_keys is None else x.first_keys[rows]
+    return replace(x, query=query, block_table=table, lengths=lengths, query_starts=starts, first_keys=firsts)
 
 
 paged_attention = kernel_operator("cpp_paged_attention", op, _paged_attention, kernel_id="lz.cpp_paged_attention")

@@ -20,7 +20,7 @@ struct Numbers {
   int64_t threads;
 };
 struct Request {
-  int64_t first_query, queries, length, first_key;
+  int64_t first_query, queries, length, first_key, least;
   const int32_t* row;
 };
 struct Part {
@@ -191,6 +191,7 @@ static void attend(float* const* states, const float* const* queries, const Row*
 INLINE void range_of(const Request& request, int64_t window, int64_t query, int64_t* low, int64_t* high) {
   *high = request.length - request.queries + query + 1;
   *low = window && *high > window ? *high - window : 0;
+  *low = *low < request.least ? request.least : *low;
 }
 
 // Copies are made where there is memory for them, and then Row is float.
@@ -248,7 +249,7 @@ static void compute(const Part& part, const Request& request, const Numbers& n, 
 
 // Requests in their places, or what is wrong with them, and where.
 static Fault place(const Numbers& n, const int32_t* table, const int32_t* lengths, const int32_t* starts,
-                   std::vector<Request>& requests, int64_t* found) {
+                   const int32_t* firsts, std::vector<Request>& requests, int64_t* found) {
   if (starts && starts[0] != 0) {
     found[0] = 0, found[1] = starts[0];
     return kStarts;
@@ -265,7 +266,8 @@ static Fault place(const Numbers& n, const int32_t* table, const int32_t* length
       return kLengths;
     }
     int64_t low = length - (next - first) + 1 - n.window;
-    low = n.window && low > 0 ? low : 0;
+    const int64_t least = firsts && firsts[r] > 0 ? firsts[r] : 0;
+    low = n.window && low > least ? low : least;
     const int32_t* row = table + r * n.columns;
     for (int64_t b = low / n.slots; b * n.slots < length; ++b) {
       if (row[b] < 0 || row[b] >= n.blocks) {
@@ -273,7 +275,7 @@ static Fault place(const Numbers& n, const int32_t* table, const int32_t* length
         return kTable;
       }
     }
-    requests.push_back({first, next - first, length, low, row});
+    requests.push_back({first, next - first, length, low, least, row});
   }
   return kNone;
 }
@@ -287,13 +289,14 @@ extern "C" int32_t paged_attention(const void* const* operands, const int64_t* c
   const auto *starts = static_cast<const int32_t*>(operands[5]);
   const auto *sinks = static_cast<const float*>(operands[6]), *key_scale = static_cast<const float*>(operands[7]);
   const auto *value_scale = static_cast<const float*>(operands[8]);
-  float* out = static_cast<float*>(const_cast<void*>(operands[9]));
-  int32_t* left_out = static_cast<int32_t*>(const_cast<void*>(operands[10]));
+  float* out = static_cast<float*>(const_cast<void*>(operands[10]));
+  int32_t* left_out = static_cast<int32_t*>(const_cast<void*>(operands[11]));
+  const auto* firsts = static_cast<const int32_t*>(operands[9]);
   const int64_t groups = n.heads / n.kv_heads;
 
   std::vector<Request> requests;
   requests.reserve(n.requests);
-  const Fault fault = place(n, tables, lengths, starts, requests, found);
+  const Fault fault = place(n, tables, lengths, starts, firsts, requests, found);
   if (fault != kNone) return fault;
 
   std::vector<Part> parts;

@@ -86,7 +86,7 @@ def _readable(x: Operands) -> Operands:
     for name, each in given.items():
         if name in ("key_cache", "value_cache"):
             continue
-        is_table = name in ("block_table", "lengths", "query_starts")
+        is_table = name in ("block_table", "lengths", "query_starts", "first_keys")
         # What no int32 holds is no place, either.
         held = each.clamp(-1, 2**31 - 1) if is_table and each.dtype.itemsize > 4 else each
         expanded = held.expand(x.key_cache.shape[2]) if name.endswith("_scale") else held

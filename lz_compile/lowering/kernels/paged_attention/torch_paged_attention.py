@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import torch
 
-from lz_compile.lowering.arange import arange
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
 from lz_compile.lowering.kernel_operator import kernel_operator
 from lz_compile.lowering.kernels.attention import torch_sdpa
 from lz_compile.lowering.ops import attention
 from lz_compile.lowering.ops import paged_attention as op
-from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttrs, gathered, seen_by
+from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttrs, gathered, seen
 
 
 def paged_attention(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
@@ -30,12 +29,8 @@ def paged_attention(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
 def _decode(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
     """One query for each request: one attention under a mask of what each sees."""
     dtype = x.query.dtype
-    _, ends = seen_by(x)
     key, value = (gathered(x, name, dtype) for name in ("key", "value"))
-    place = arange(ends, key.shape[1])
-    sees = place < ends[:, None]
-    if attrs.window is not None:
-        sees = torch.logical_and(sees, place >= ends[:, None] - attrs.window)
+    sees = seen(x, attrs, key.shape[1])
     is_seen = sees[:, :, None, None]
     key, value = (
         torch.where(is_seen, each, 0.0).transpose(1, 2) for each in (key, value)
@@ -52,16 +47,18 @@ def ragged(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
     """
     op.check_places(x, attrs)
     out, slots = torch.zeros_like(op.fake(x, attrs)), x.key_cache.shape[1]
+    firsts = [0] * x.lengths.shape[0] if x.first_keys is None else x.first_keys.tolist()
     starts = [*range(x.lengths.shape[0] + 1)] if x.query_starts is None else x.query_starts.tolist()
     for request, length in enumerate(x.lengths.tolist()):
         rows = slice(starts[request], starts[request + 1])
         count = rows.stop - rows.start
-        skipped = max(count - length, 0)  # the first ones see no key
+        skipped = max(count - max(length - max(firsts[request], 0), 0), 0)  # the first ones see no key
         if count == skipped:
             continue
         blocks = x.block_table[request : request + 1, : -(-length // slots)]
         own = Operands(x.query, x.key_cache, x.value_cache, blocks, x.lengths, None, None, x.key_scale, x.value_scale)
-        first = 0 if attrs.window is None else max(length - count + skipped + 1 - attrs.window, 0)  # seen by any
+        in_window = 0 if attrs.window is None else length - count + skipped + 1 - attrs.window
+        first = max(in_window, firsts[request], 0)  # seen by any
         key, value = (gathered(own, name, x.query.dtype)[:, first:length].transpose(1, 2) for name in ("key", "value"))
         query = x.query[None, rows.start + skipped : rows.stop].transpose(1, 2)
         band = Band(None if attrs.window is None else 1 - attrs.window, 0, at_end=True)

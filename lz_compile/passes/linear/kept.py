@@ -1,0 +1,152 @@
+"""Which values are functions of tensors that a module holds, so that they can be computed once for all calls.
+
+``lowering/kept.py`` notices when one of those tensors changes; here is asked whether that pays, and where it cannot be done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from functools import partial
+
+import torch
+from torch import fx
+
+from lz_compile.lowering import inductor, kept
+from lz_compile.lowering.ops.linear import Operands
+from lz_compile.lowering.spelled import spelled
+from lz_compile.passes.editing.edit import Rewrite
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensors_in, value_of
+from lz_compile.passes.graph.writes import writes
+from lz_compile.passes.masks.constants import DETERMINISTIC
+from lz_compile.passes.proof.subgraph import Subgraph, needed
+from lz_compile.passes.rewriting.rewrite import erase_unread
+
+#: Operands that say what a weight is.
+_FORM = ("weight", "scale", "zero", "offset", "codebook", "order")
+
+
+def sources(effects: Effects, node: fx.Node) -> list[fx.Node] | str:
+    """The tensors of modules that a value is computed from and from nothing else; else what is in the way."""
+    found, seen, queue = list[fx.Node](), {node}, [node]
+    while queue:
+        each = queue.pop()
+        if each.op == "placeholder":
+            if not inductor.is_held(each):
+                return f"{told(each)} is no tensor of a module that tells of writes"
+            found.append(each)
+        else:
+            why = _why_not(effects, each)
+            if why:
+                return why
+            fresh = [operand for operand in each.all_input_nodes if operand not in seen]
+            queue += fresh
+            seen.update(fresh)
+    return sorted(found, key=lambda each: -_bytes(each)) or f"{told(node)} is made of no tensor of a module"
+
+
+def _why_not(effects: Effects, node: fx.Node) -> str:
+    """Why a call cannot be made once for all calls of the graph; empty where it can."""
+    is_new = node not in effects.position  # put there with the kernel
+    call = read(node) if is_new else effects.calls.get(node)
+    if call is None or call.name not in DETERMINISTIC or not tensors_in(value_of(node)):
+        return f"{told(node)} is {node.op if call is None else call.name}"
+    if is_new:
+        return ""
+    if writes(call) or effects.is_overwritten(node):
+        return f"{told(node)} is written in place"
+    ambient = effects.ambient(node)
+    return f"{told(node)} runs under autocast or a transform" if ambient.autocast or ambient.is_transformed else ""
+
+
+def why_not_kept(effects: Effects, node: fx.Node, kept_bytes: int) -> str:
+    """Why a form of a weight is not kept beside what a model stores; empty where it is.
+
+    Args:
+        effects: of the graph.
+        node: the weight, in its numbers.
+        kept_bytes: that its form takes.
+    """
+    device = known_tensor(node).device.type
+    if not effects.may_keep:
+        return "layerzero.keep_weights is off"
+    if inductor.captures_cuda_graphs(device):
+        return "CUDA graphs capture no look at what was kept"
+    found = sources(effects, node)
+    if isinstance(found, str):
+        return found
+    overwritten = next((each for each in found if effects.is_overwritten(each)), None)
+    if overwritten is not None:
+        return f"{told(overwritten)} is written in place"
+    own = sum(map(_bytes, found))
+    return f"{kept_bytes} bytes beside {own} are more than twice as many" if kept_bytes > own else ""
+
+
+def _bytes(node: fx.Node) -> int:
+    tensor = known_tensor(node)
+    size = tensor.numel()
+    return size * tensor.itemsize if isinstance(size, int) else 0
+
+
+def keep(graph: fx.Graph, results: Iterable[fx.Node], effects: Effects) -> tuple[Rewrite[fx.Node], int, int] | None:
+    """A rewrite that keeps the operands of the kernel behind ``results``, with bytes that are kept and those that are stored.
+
+    None where nothing is computed of tensors of modules alone.
+
+    Raises:
+        ValueError: what computes it has no text that another process understands.
+    """
+    kernel = next((each for each in reversed(needed(results, ())) if _kernel_of(each)), None)  # others come before it
+    if kernel is None:
+        return None
+    *operands, attributes = kernel.args
+    places = {Operands.names.index(name): name for name in _FORM}
+    made = {
+        place: each for place in places if isinstance(each := operands[place], fx.Node) and each.op != "placeholder"
+    }
+    found = {place: (each, sources(effects, each)) for place, each in made.items()}
+    nodes = {place: each for place, (each, own) in found.items() if not isinstance(own, str)}
+    given = [*dict.fromkeys(each for _, own in found.values() if not isinstance(own, str) for each in own)]
+    if "weight" not in map(places.get, nodes):
+        return None
+    given.sort(key=lambda each: -_bytes(each))
+    text = _text(given, [*nodes.values()])
+    rest = [None if place in nodes else each for place, each in enumerate(operands)]
+    arguments = (rest, [*nodes], given, text, _kernel_of(kernel), attributes)
+    owners = {memory_of(each) for each in given}
+    fresh = sum(_bytes(each) for each in nodes.values() if memory_of(each) not in owners)
+    what = f"keeping the weight of {kernel.name}"
+    shown = "the kernel gets what the same calls gave, looked up by all that they read"
+    change = partial(_replace, graph, kernel, arguments, [*nodes.values()])
+    return Rewrite(what, change, shown=shown), fresh, sum(map(_bytes, given))
+
+
+def _kernel_of(node: fx.Node) -> str:
+    """The name of our operator of a product with a stored weight; empty where a node is none."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "layerzero":
+        return ""
+    return target._opname if [each.name for each in target._schema.arguments][:-1] == [*Operands.names] else ""
+
+
+def _text(given: Collection[fx.Node], outputs: list[fx.Node]) -> str:
+    """What computes some nodes of others, with names that do not tell which layer it is."""
+    subgraph = Subgraph(inputs=dict.fromkeys(given, ()), nodes=tuple(needed(outputs, given)), outputs=tuple(outputs))
+    graph, _ = subgraph.copied()
+    for place, node in enumerate(graph.nodes):
+        node._rename(f"n{place}")
+        if node.op == "placeholder":
+            node.target = node.name
+    return spelled(graph)
+
+
+def _replace(graph: fx.Graph, kernel: fx.Node, arguments: tuple[object, ...], superfluous: list[fx.Node]) -> fx.Node:
+    """The call in the place of a kernel's."""
+    with graph.inserting_before(kernel):
+        new = graph.call_function(kept.call, arguments)  # type: ignore[arg-type]  # of nodes and numbers
+    new.meta = dict(kernel.meta)
+    kernel.replace_all_uses_with(new)
+    graph.erase_node(kernel)
+    erase_unread(graph, superfluous)
+    return new
