@@ -18,9 +18,10 @@ from lz_compile.passes.editing.edit import Rewrite
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensors_in, value_of
+from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.graph.writes import writes
 from lz_compile.passes.masks.constants import DETERMINISTIC
-from lz_compile.passes.proof.subgraph import Subgraph, needed
+from lz_compile.passes.proof.subgraph import Subgraph
 from lz_compile.passes.rewriting.rewrite import erase_unread
 
 #: Operands that say what a weight is.
