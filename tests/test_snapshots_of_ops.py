@@ -277,7 +277,7 @@ after:
   scale: f32[4, 1]
   x: f32[3, 8]
   new_full: f32[1, 1] = new_full(x, [1, 1], 8.0, dtype=torch.float32)
-  cpp_linear: f32[3, 4] = cpp_linear(x, packed, scale, new_full, None, None, None, {"packing": "low_first", "is_transposed": false, "has_scale": true, "has_zero": true, "has_offset": false, "has_bias": false, "has_codebook": false, "compute_dtype": "torch.float32", "out_dtype": "torch.float32"})
+  cpp_linear: f32[3, 4] = cpp_linear(x, packed, scale, new_full, None, None, None, None, {"packing": "low_first", "is_transposed": false, "has_scale": true, "has_zero": true, "has_offset": false, "has_bias": false, "has_codebook": false, "has_order": false, "is_native": false, "compute_dtype": "torch.float32", "out_dtype": "torch.float32"})
   return [cpp_linear]
 report:
   linear: lz.cpp_linear, rewritten, at `return x @ ((numbers.to(torch.int8) - 8) * scale).t()`
@@ -311,7 +311,7 @@ before:
   value_cache: f32[5, 2, 2, 8]
   lengths: i32[3]
   block_table: i32[3, 2]
-  paged_attention: f32[3, 4, 8] = paged_attention(query, key_cache, value_cache, block_table, lengths, None, None, None, None, None, None, None, torch.float32, ...)
+  paged_attention: f32[3, 4, 8] = paged_attention(query, key_cache, value_cache, block_table, lengths, None, None, None, None, None, None, None, None, torch.float32, ...)
   reshape: f32[3, 4, 8] = reshape(paged_attention, 3, 4, 8)
   return [reshape]
 after:
@@ -320,9 +320,8 @@ after:
   value_cache: f32[5, 2, 2, 8]
   lengths: i32[3]
   block_table: i32[3, 2]
-  long: i64[3] = long(lengths)
-  long_2: i64[3, 2] = long(block_table)
-  clamp: i64[3, 2] = clamp(long_2, 0, 4)
+  long: i64[3, 2] = long(block_table)
+  clamp: i64[3, 2] = clamp(long, 0, 4)
   getitem: f32[3, 2, 2, 2, 8] = getitem(key_cache, clamp)
   to: f32[3, 2, 2, 2, 8] = to(getitem, torch.float32)
   lt: b8[3, 2] = lt(block_table, 0)
@@ -335,8 +334,9 @@ after:
   to_2: f32[3, 2, 2, 2, 8] = to(getitem_3, torch.float32)
   masked_fill_2: f32[3, 2, 2, 2, 8] = masked_fill(to_2, getitem_2, nan)
   flatten_2: f32[3, 4, 2, 8] = flatten(masked_fill_2, 1, 2)
+  long_2: i64[3] = long(lengths)
   arange: i64[4] = arange(4, device=cpu)
-  getitem_4: i64[3, 1] = getitem(long, [:, None])
+  getitem_4: i64[3, 1] = getitem(long_2, [:, None])
   lt_2: b8[3, 4] = lt(arange, getitem_4)
   getitem_5: b8[3, 4, 1, 1] = getitem(lt_2, [:, :, None, None])
   where: f32[3, 4, 2, 8] = where(getitem_5, flatten, 0.0)
