@@ -175,13 +175,13 @@ def _kernels_joined() -> Iterator[None]:
         _is_joining.reset(token)
 
 
-def _joined_pybinding(compiling: AsyncCompile, argtypes: list[str], source: str) -> Any:
+def _joined_pybinding(compiling: AsyncCompile, argtypes: list[str], source_code: str) -> Any:
     """A kernel of a generated module. Where one thread compiles, Inductor builds each at once, and asks for none later."""
     threads = getattr(async_compile, "get_compile_threads", lambda: inductor_config.compile_threads)
-    if not _is_joining.get() or not may_be_joined(source) or (threads() or 1) <= 1:
-        return _pybinding(compiling, argtypes, source)
+    if not _is_joining.get() or not may_be_joined(source_code) or (threads() or 1) <= 1:
+        return _pybinding(compiling, argtypes, source_code)
     kernels = vars(compiling).setdefault("_lz_kernels", _Kernels(compiling.submit))
-    return LambdaFuture(kernels.add(argtypes, source))
+    return LambdaFuture(kernels.add(argtypes, source_code))
 
 
 class _Kernels:
