@@ -5,7 +5,7 @@ What they look up changes only where ``Support.state`` does, which is guarded.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -90,9 +90,9 @@ def chunk_of(known: Support) -> str | None:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def plan_of(known: Support, where: str) -> tuple[tuple[tuple[str, ...], ...], ...]:
+def plan_of(known: Support, where: str) -> tuple[tuple[tuple[Any, ...], ...], ...]:
     """Of what a step needs twins of: where it is, and which attributes it has, by name."""
-    return tuple((each.path, each.states, each.others, each.items) for each in known.parts.get(where, ()))
+    return tuple((each.path, each.states, each.others, each.items, each.bound) for each in known.parts.get(where, ()))
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

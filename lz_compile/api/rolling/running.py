@@ -52,6 +52,7 @@ class Support:
     callees: list[tuple[types.FunctionType, types.FunctionType]] = field(default_factory=list)
     root: torch.nn.Module | None = None
     owned: dict[int, list[int]] = field(default_factory=dict)  # which of what a loop carries are attributes
+    read_behind: dict[int, list[int]] = field(default_factory=dict)  # and which names are read behind it
     parts: dict[str, tuple[Part, ...]] = field(default_factory=dict)  # by places of loops
     compiled: dict[int, Callable[..., Any] | None] = field(default_factory=dict)
     is_eager: bool = True
@@ -250,7 +251,7 @@ class Support:
         places = self.owned.get(key, [])
         others = [each.read if isinstance(each, Items) else each for each in items]
         others += [] if self.root is None or not places else [*self.root.parameters(), *self.root.buffers()]
-        known = _memory([init, others, [each for i, each in enumerate(carry) if i not in places]])
+        known = _memory([init, others, [carry[i] for i in self.read_behind.get(key, [])]])
         for i in places:
             own = _memory(carry[i])
             if own & known:

@@ -177,6 +177,7 @@ class _Editor:
         key = self._support.loop(self._file, node.lineno)
         outs = [*loop.carried, *loop.late]
         self._support.owned[key] = [outs.index(each.name) for each in states]
+        self._support.read_behind[key] = [i for i, each in enumerate(outs) if each in names.after]
         lists = names.lists | names.started
         rows = {each.name for each in loop.written if each.name in lists and each.joined is None} - self._inner
         rows = {name for name in rows if name not in names.around and is_stacked_only(name, rest)}

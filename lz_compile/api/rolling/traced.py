@@ -121,12 +121,14 @@ def twin(known: Support, where: str, shared: Sequence[tuple[Any, Sequence[Any]]]
     """Twins of modules, the first one with the others below it, whose attributes nobody else sees."""
     made: dict[Any, Any] = {}
     left = [*states]
-    for i, (path, names, others, items) in enumerate(plan_of(known, where)):
+    for i, (path, names, others, items, bound) in enumerate(plan_of(known, where)):
         found: Any = twin_of(known, where, i)()
         for name, value in zip(others, shared[i][1], strict=True):
             setattr(found, name, value)
         for name in names:
             setattr(found, name, left.pop(0))
+        for name, method in bound:
+            setattr(found, name, getattr(found, method))
         if items:
             found.items = items
         made[path] = found

@@ -36,6 +36,7 @@ class Part:
     states: tuple[str, ...]
     others: tuple[str, ...]
     items: tuple[str, ...] = ()  # of a list of modules, in order
+    bound: tuple[tuple[str, str], ...] = ()  # attributes that are methods of its own, and those
 
     def fits(self, module: nn.Module) -> bool:
         """Whether a module has such a part."""
@@ -43,7 +44,8 @@ class Part:
         for name in self.path:
             found = getattr(found, name, None)
         is_it = found is not None and plain(type(found)) is self.kind
-        return is_it and all(hasattr(found, name) for name in self.others)
+        is_it = is_it and all(hasattr(found, name) for name in self.others)
+        return is_it and all(_bound(found, name) == method for name, method in self.bound)
 
 
 #: What a step needs twins of.
@@ -200,7 +202,17 @@ def _part(
     }
     namespace = {name: value for each in reversed(every) for name, value in vars(each).items() if name[:2] != "__"}
     twin = type(kind.__name__, (), {**namespace, "__call__": _call, "__module__": kind.__module__})
-    return Part(path, kind, twin, tuple(sorted(states)), tuple(sorted(names & held)))
+    bound = {name: method for name in sorted(names & held) if (method := _bound(module, name))}
+    others = tuple(sorted(names & held - bound.keys()))
+    return Part(path, kind, twin, tuple(sorted(states)), others, bound=tuple(bound.items()))
+
+
+def _bound(module: nn.Module, name: str) -> str:
+    """The name of the method of a module that an attribute of it is; nothing where it is none."""
+    found = vars(module).get(name)
+    is_own = isinstance(found, types.MethodType) and found.__self__ is module
+    method = found.__func__.__name__ if is_own else ""  # type: ignore[union-attr]
+    return method if hasattr(type(module), method) else ""
 
 
 def _call(twin: Any, *given: Any, **named: Any) -> Any:
