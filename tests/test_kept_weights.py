@@ -114,6 +114,8 @@ CHANGES = {
     "a view of it": lambda module, name: getattr(module, name).T[-1:].add_(1),
     "other memory": lambda module, name: setattr(getattr(module, name), "data", renewed(module, name)),
     "behind autograd's back": lambda module, name: getattr(module, name).data.copy_(renewed(module, name)),
+    "a row behind its back": lambda module, name: getattr(module, name).data[1].add_(1),
+    "a column behind its back": lambda module, name: getattr(module, name).data[:, -1].add_(1),
     "another tensor": lambda module, name: setattr(module, name, renewed(module, name)),
     "a state": lambda module, name: module.load_state_dict({**module.state_dict(), name: renewed(module, name)}),
     "a state, assigned": lambda module, name: module.load_state_dict(

@@ -5,10 +5,10 @@ another order. That form is kept beside the stored tensor, for as long as that l
 
 - the same tensors (the objects), which nobody gave another memory (their addresses);
 - unchanged since: every write that autograd knows of, in place or by ``load_state_dict``, advances a tensor's version;
-- on a CPU, equal in some of their elements, spread over all of them: a write behind autograd's back
-  (``weight.data.copy_()``) changes no version, and other weights differ nearly everywhere.
+- equal in some of their elements, of every row and every column: a write behind autograd's back (``weight.data.copy_()``,
+  ``weight.data[3] = 0``) changes no version. On other devices than a CPU such a look would wait: nothing is kept there.
 
-What differs in any of these is computed anew, in that call. A write through ``.data`` to few elements is not noticed.
+What differs in any of these is computed anew, in that call. A write through ``.data`` to single elements is not noticed.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.spelled import function
 from lz_compile.lowering.value_guards import ByIdentity, tells_writes
 
-#: Elements of a tensor that are compared at every call.
-_SOME = 64
+#: About so many elements of a tensor are compared at every call, where more of them are in no longer row or column.
+_MOST = 1 << 14
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -39,21 +39,31 @@ class _Stored:
     version: int
     address: int
     some: Tensor
-    values: Tensor | None
+    values: Tensor
 
     @classmethod
     def now(cls, tensor: Tensor) -> _Stored:
         """A tensor as it is."""
-        each = max(1, int(_SOME ** (1 / max(tensor.dim(), 1))))
-        some = tensor.detach()[tuple(slice(None, None, max(1, math.ceil(size / each))) for size in tensor.shape)]
+        some = _spread(tensor.detach())
         some = some if some.is_complex() else some.view(_INTEGERS[some.element_size()])  # NaN is itself
-        values = some.clone() if tensor.device.type == "cpu" else None  # elsewhere, comparing waits for the device
-        return cls(weakref.ref(tensor), tensor._version, tensor.data_ptr(), some, values)
+        return cls(weakref.ref(tensor), tensor._version, tensor.data_ptr(), some, some.clone())
 
     def is_still(self, tensor: Tensor) -> bool:
         """Whether this is the same tensor, as it was."""
         is_same = self.tensor() is tensor and self.version == tensor._version and self.address == tensor.data_ptr()
-        return is_same and (self.values is None or torch.equal(self.some, self.values))
+        return is_same and torch.equal(self.some, self.values)
+
+
+def _spread(tensor: Tensor) -> Tensor:
+    """Elements of every row and every column ``[n]``; of a grid of them where a tensor has gaps."""
+    if not tensor.is_contiguous():
+        each = max(1, int(_MOST ** (1 / tensor.dim())))
+        return tensor[tuple(slice(None, None, max(1, math.ceil(size / each))) for size in tensor.shape)]
+    columns = tensor.shape[-1] if tensor.dim() else 1
+    step = max(min(tensor.numel() // max(columns, 1), columns), tensor.numel() // _MOST, 1)
+    while math.gcd(step, columns) > 1:  # one that meets a column in every row, and each of them in turn
+        step -= 1
+    return tensor.view(-1)[:: max(step, 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +87,6 @@ def made_of(given: Sequence[Tensor], source: str) -> tuple[Tensor, ...]:
     with torch.inference_mode(False), torch.no_grad():  # what is kept may be used in any mode
         stored = tuple(map(_Stored.now, given))
         values = tuple(each.detach() for each in function(source)(None, *given))
-        for device in {each.device for each in values if each.device.type != "cpu"}:
-            torch.accelerator.synchronize(device)  # other streams may use it
     if entries is None:
         _kept.set(given[0], entries := {})
     entries[source] = _Kept(stored, values)
