@@ -167,7 +167,8 @@ _pybinding = AsyncCompile.cpp_pybinding
 @contextmanager
 def _kernels_joined() -> Iterator[None]:
     """C++ kernels of graphs that are compiled inside, or come from a cache, are built in few libraries, not one each."""
-    AsyncCompile.cpp_pybinding = _joined_pybinding  # type: ignore[method-assign, assignment]  # elsewhere as it was
+    # It does what it did elsewhere.
+    AsyncCompile.cpp_pybinding = _joined_pybinding  # type: ignore[method-assign, assignment]  # the first one's name
     token = _is_joining.set(True)
     try:
         yield
