@@ -11,7 +11,7 @@ from builtins import all, any, bool, enumerate, float, getattr, int, isinstance,
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import SymInt, Tensor, full_like, is_grad_enabled, zeros_like
+from torch import SymInt, Tensor, compiler, full_like, is_grad_enabled, zeros_like
 from torch import cat as in_a_row
 from torch.compiler import is_compiling
 
@@ -68,7 +68,9 @@ def rolls(known: Support, key: int, place: str, given: Callable[[], Facts]) -> b
 
     Its place is a literal of the source: Dynamo takes nothing else for a constant, in every version.
     """
-    if not is_compiling():
+    if (
+        not compiler.is_compiling()
+    ):  # the module's name: Dynamo traces no function of its own that has none of PyTorch's
         return known.rolls(key, given)
     if known.state == LOOPS:
         return False
