@@ -40,6 +40,7 @@ from lz_compile.api.rolling.facts import (
     has_hooks,
     items_of,
     kind_of,
+    modules_in,
     needs_gradients,
     rank_of,
     size_of,
@@ -89,7 +90,11 @@ def rolls(known: Support, key: int, place: str, given: Callable[[], Facts]) -> b
         tell(place, "hooks may see attributes that it assigns")
         return False
     kind = kind_of(facts)
-    return kind is not None and bool(is_like(known, key, kind))
+    if kind is None:
+        return False
+    if not compiler.is_dynamo_compiling():  # ``torch.export`` runs this in Python
+        return known.takes(key, kind, modules_in(facts))
+    return bool(is_like(known, key, kind))
 
 
 def owner_of(module: Any, path: Sequence[str]) -> Any:
