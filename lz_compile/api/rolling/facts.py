@@ -334,6 +334,12 @@ def _where(given: Given, ranges: Sequence[Counted], steps: int, answers: Answers
     return " up" if function(first) < function(first + by) else " down"
 
 
+def modules_in(facts: Facts) -> list[torch.nn.Module]:
+    """Modules that a step reads by name, and the one whose method it is in."""
+    *_, free, module = facts
+    return [each for each in (*leaves(free), module) if isinstance(each, torch.nn.Module)]
+
+
 def modes_of(modules: Iterable[torch.nn.Module]) -> str:
     """Which of some modules, and of those inside, are in training."""
     return " ".join("".join("+" if each.training else "-" for each in module.modules()) for module in modules)

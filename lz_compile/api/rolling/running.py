@@ -23,6 +23,7 @@ from lz_compile.api.rolling.facts import (
     is_known,
     kind_of,
     modes_of,
+    modules_in,
     steps_of,
 )
 from lz_compile.api.rolling.scanning import Step, scanned
@@ -156,10 +157,8 @@ class Support:
 
     def _kind(self, given: Facts) -> str | None:
         """What a proof holds for."""
-        *_, free, module = given
-        modules = [each for each in (*leaves(free), module) if isinstance(each, torch.nn.Module)]
         kind = kind_of(given)
-        return None if kind is None else kind + modes_of(modules) + self._modes()
+        return None if kind is None else kind + modes_of(modules_in(given)) + self._modes()
 
     def _modes(self) -> str:
         return "" if self.root is None else f" of {modes_of([self.root])}"

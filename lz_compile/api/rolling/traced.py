@@ -11,7 +11,7 @@ from builtins import all, any, bool, enumerate, float, getattr, int, isinstance,
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import SymInt, Tensor, full_like, is_grad_enabled, zeros_like
+from torch import SymInt, Tensor, compiler, full_like, is_grad_enabled, zeros_like
 from torch import cat as in_a_row
 from torch.compiler import is_compiling
 
@@ -40,6 +40,7 @@ from lz_compile.api.rolling.facts import (
     has_hooks,
     items_of,
     kind_of,
+    modules_in,
     needs_gradients,
     rank_of,
     size_of,
@@ -68,7 +69,9 @@ def rolls(known: Support, key: int, place: str, given: Callable[[], Facts]) -> b
 
     Its place is a literal of the source: Dynamo takes nothing else for a constant, in every version.
     """
-    if not is_compiling():
+    if (
+        not compiler.is_compiling()
+    ):  # the module's name: Dynamo traces no function of its own that has none of PyTorch's
         return known.rolls(key, given)
     if known.state == LOOPS:
         return False
@@ -87,7 +90,11 @@ def rolls(known: Support, key: int, place: str, given: Callable[[], Facts]) -> b
         tell(place, "hooks may see attributes that it assigns")
         return False
     kind = kind_of(facts)
-    return kind is not None and bool(is_like(known, key, kind))
+    if kind is None:
+        return False
+    if not compiler.is_dynamo_compiling():  # ``torch.export`` runs this in Python
+        return known.takes(key, kind, modules_in(facts))
+    return bool(is_like(known, key, kind))
 
 
 def owner_of(module: Any, path: Sequence[str]) -> Any:
