@@ -272,6 +272,38 @@ def test_a_query_that_sees_nothing_of_its_window_has_nothing_to_do_with_other_ke
     assert not backend.report.events, backend.why_not()
 
 
+PADDED = torch.arange(16) < torch.tensor([5, 0])[:, None, None, None]
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, float(torch.finfo(torch.float32).min), -1e4])
+@pytest.mark.parametrize("again", ["filled", "multiplied"])
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_probabilities_that_the_same_mask_drops_again_are_zeros_where_it_drops_all(fill, again, is_trained) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        weights = (q @ k.mT / 3).masked_fill(~mask, fill).softmax(-1)
+        return (weights.masked_fill(~mask, 0.0) if again == "filled" else weights * mask) @ v
+
+    torch._dynamo.reset()
+    inputs = [each.detach().requires_grad_(is_trained) for each in qkv(16, 16)]
+    backend, results = Rewriting(lock=LOCK), []
+    for function in (torch.compile(attention, backend=backend, fullgraph=True), attention):
+        found = function(*inputs, PADDED)
+        grads = torch.autograd.grad(found.sum(), inputs) if is_trained else ()
+        results.append([found.detach(), *grads])
+    torch.testing.assert_close(*results, **TOLERANCE, equal_nan=True)
+    assert attentions(backend) == [True], backend.why_not()
+    assert not backend.report.events, backend.why_not()
+
+
+@pytest.mark.parametrize("again", [PADDED.roll(1, -1), ~PADDED], ids=["another", "its complement"])
+def test_probabilities_that_another_mask_drops_are_told(again: Tensor) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, other: Tensor) -> Tensor:
+        return (q @ k.mT).masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~other, 0.0) @ v
+
+    backend = compiled(Variant(attention, (*qkv(16, 16), PADDED[:1], again[:1])))
+    assert codes(backend) == {"PROBABILITIES_CHANGED"}, backend.why_not()
+
+
 def test_of_no_keys_nothing_is_read_and_nothing_fails() -> None:
     for queries, keys in ((5, 0), (0, 5), (0, 0)):
         backend = compiled(Variant(lambda q, k, v: (q @ k.mT).tril().softmax(-1) @ v, qkv(queries, keys)))

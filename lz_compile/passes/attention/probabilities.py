@@ -30,6 +30,7 @@ class Probabilities:
     still has to be divided by its sum over the keys, where that division comes after the values. ``is_exponential``:
     spelled with ``exp``, which may overflow or underflow where the maximum was not subtracted. ``rounds_masked_rows``:
     ``exp(s - logsumexp(s))`` is not normalised where ``s`` is so large that the sum's logarithm is rounded away.
+    ``is_masked_again``: the masks of the scores drop probabilities, too, as the recipes of speech models have it.
     """
 
     scores: sympy.Expr
@@ -42,6 +43,7 @@ class Probabilities:
     unnormalised: sympy.Expr | None = None
     is_exponential: bool = False
     rounds_masked_rows: bool = False
+    is_masked_again: bool = False
 
 
 def read(region: Region, node: fx.Node, dims: Dims, reader: fx.Node, keys: tuple[Axis, ...]) -> Probabilities | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import sympy
 from torch import fx
@@ -120,6 +120,9 @@ class Reader:
             if divided is None:
                 return None
             gain = divided
+        kept = sympy.factor(inner.keep * found.keep)
+        if kept != 1 and not probabilities.region_axes(self.region, rest := sympy.cancel(gain / kept)) & set(keys):
+            gain, found = rest, replace(found, is_masked_again=True)
         self._check_gain(gain, keys)
         core = find_core(self.region.effects, inner.leaf.node, output)
         return self._build(inner, found, keys, value, core, output, output_dims, gain)

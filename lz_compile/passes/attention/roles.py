@@ -164,6 +164,11 @@ def _kernel_dtype(inner: Scores, query: Operand, key: Operand, value: Operand, o
 def _masked_rows(region: Region, inner: Scores, found: Probabilities) -> MaskedRows:
     """What a row without any kept key comes to in the source."""
     mode = _before_nan_to_num(region, inner, found)
+    if found.is_masked_again and mode == "fill":
+        text = "probabilities are masked again where fills of masked scores may count"
+        raise RefusedError("PROBABILITIES_CHANGED", text, "mask the scores with -inf")
+    if found.is_masked_again and not (mode == "nan" and region.multiplies_masks):  # NaN times zero stays
+        return "zero"
     return "zero" if found.zero_rows and mode == "nan" else mode
 
 
