@@ -633,11 +633,13 @@ def _ask_for_the_widest_instructions() -> None:
     flags = set(x86_isa_checker())
     widest = next((each for each in supported_vec_isa_list if flags.issuperset(str(each).split())), None)
     is_told = _configuration.get().get("cpp.vec_isa_ok", inductor_config.cpp.vec_isa_ok) is not None
-    if widest is None or is_told or valid_vec_isa_list.cache_info().currsize:
+    if widest is None:
         return
     facts = f"{widest} {inductor_config.cpp.cxx} {code_runs_on()}"
     for each in supported_vec_isa_list:
         each.check_build = partial(_is_built_once, each.check_build, facts)  # type: ignore[method-assign]
+    if is_told or valid_vec_isa_list.cache_info().currsize:
+        return
     try:
         known = Store("instructions").recall(facts, _Instructions, lambda: _Instructions(str(widest), _loads(widest)))
     except Exception as error:  # noqa: BLE001 without a compiler; what needs one says so itself
