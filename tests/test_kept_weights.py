@@ -471,3 +471,27 @@ def test_an_order_is_an_operand_like_any_other():
     torch.testing.assert_close(op.reference(given, attrs), x.flip(1) @ weight.float().t())
     with pytest.raises(lz.ArgumentError, match="expected order"):
         lz.which("linear", x, weight, order=torch.arange(7))
+
+
+@pytest.mark.parametrize("index", [None, SHUFFLED], ids=["neighbours", "anywhere"])
+def test_what_is_kept_lies_as_the_kernel_reads_it(index):
+    module = Packed(index)
+    call, backend = compiled(module)
+    agree(call, module)
+    assert is_kept(backend) == [True]
+    made = [value for entries in kept._kept.values() for each in entries.values() for value in each.values]
+    assert made
+    assert all(value.is_contiguous() for value in made)
+
+
+def test_an_index_of_groups_that_had_other_values_is_named_by_the_near_miss():
+    torch._dynamo.reset()
+    backend = Traced()
+    for seed in range(3):
+        index = SHUFFLED[torch.randperm(COLUMNS, generator=torch.Generator().manual_seed(seed))]
+        module = Packed(index)
+        agree(torch.compile(module, backend=backend), module)
+    (miss,) = backend.report.near_misses
+    assert miss.reason.code == "NOT_DEQUANTISED"
+    assert "whose values are not known" in miss.reason.message
+    assert "had other values in a call before" in miss.reason.message

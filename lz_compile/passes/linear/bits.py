@@ -23,6 +23,7 @@ from lz_compile.passes.formula.calls import CASTS
 from lz_compile.passes.formula.expressions import plain_number
 from lz_compile.passes.formula.parts import FUNCTIONS, Parts
 from lz_compile.passes.formula.pointwise import POINTWISE, Rule
+from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.linear.unpacked import bounds_of, is_whole
 from lz_compile.passes.masks.constants import Constants
@@ -141,22 +142,27 @@ class Indexed(Region):
 
     ``counts`` has such indices with their axes and the one that they count, ``buffers`` those whose values were looked at.
     Where groups are no neighbours, ``shuffled`` says so of the axis of columns, which is no product of groups and others
-    then: it has the axis of groups, what was gathered by and its values. ``uneven`` says why an index was not read.
+    then: it has the axis of groups, what was gathered by and its values. ``unread`` says why an index was not read, and what
+    helps.
     """
 
     counts: dict[fx.Node, tuple[Dims, Axis]] = field(default_factory=dict)
     buffers: dict[fx.Node, None] = field(default_factory=dict)
     shuffled: dict[Axis, tuple[Axis, fx.Node, torch.Tensor]] = field(default_factory=dict)
-    uneven: str = ""
+    unread: tuple[str, str] | None = None
 
     def gathered(self, call: Call, dims: Dims, dim: int, index: fx.Node) -> sympy.Expr | None:
         """``scale[index]``, where ``index`` is ``column // size``, or that in another order."""
         source, given = tensor_of(call.input), tensor_of(index)
         if source is None or given is None or given.dim() != 1 or given.dtype not in _PLACES:
             return None
-        constant = Constants(self.effects).value(index, call.node)
         count, columns = source.shape[dim], given.shape[0]
-        if isinstance(constant, Reason) or not isinstance(count, int) or count < 2 or columns % count:
+        if not isinstance(count, int) or count < 2 or columns % count:
+            return None
+        constant = Constants(self.effects).value(index, call.node)
+        if isinstance(constant, Reason):
+            text = f"groups are by {told(index)}, whose values are not known: {constant.message}"
+            self.unread = text, "hold the index in a buffer that does not change"
             return None
         groups, own = constant.value.long(), atoms(dims[dim])
         node = self._uncast(self.seen_by(call.node, index), groups, dims[dim])
@@ -190,7 +196,7 @@ class Indexed(Region):
         if sizes.numel() != count or columns.size != groups.numel() or int(sizes.min()) != int(sizes.max()):
             is_known = sizes.numel() == count
             are = f"of {int(sizes.min())} to {int(sizes.max())} columns" if is_known else "that there are not"
-            self.uneven = f"the index of groups names groups {are}"
+            self.unread = f"the index of groups names groups {are}", "give all groups as many columns"
             return None
         axis, _, known = self.shuffled.setdefault(columns, (Axis(count), node, groups))
         return axis if torch.equal(known, groups) else None

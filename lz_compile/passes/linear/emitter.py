@@ -78,6 +78,8 @@ class LinearEmitter(TableEmitter):
                 given[name] = like.new_full((1, 1), value, dtype=torch.float32)
             elif value is not None and value.dim() == 0:
                 given[name] = value.reshape(1, 1)
+            elif value is not None and self.weight.is_kept:
+                given[name] = value.contiguous()
         return Operands(**given)
 
     def _formed(self, numbers: Any, order: Any) -> Any:
@@ -86,7 +88,7 @@ class LinearEmitter(TableEmitter):
         if order is not None:
             numbers = numbers.index_select(1, order)
         if weight.low is not None:
-            return packed(numbers - weight.low, weight.packing)
+            return packed(numbers - weight.low, weight.packing).contiguous()  # bytes lie as the numbers did
         if unpacked is not None:
             numbers = numbers.to(unpacked.dtype)
         return numbers.contiguous() if weight.is_kept or unpacked is not None else numbers

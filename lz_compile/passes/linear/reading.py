@@ -304,8 +304,7 @@ def _groups(
         )
     last = max((place for place, axis in enumerate(parts) if axis in used), default=-1)
     if last + 1 == len(parts) and len(parts) == 1:
-        uneven = region.uneven if isinstance(region, Indexed) else ""
-        text = uneven or "what is multiplied changes from column to column"
-        edit = "give all groups as many columns" if uneven else "scale the input by it"
+        unread = region.unread if isinstance(region, Indexed) else None
+        text, edit = unread or ("what is multiplied changes from column to column", "scale the input by it")
         raise RefusedError("NOT_DEQUANTISED", text, edit)
     return tuple(parts[: last + 1])

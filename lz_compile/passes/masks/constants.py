@@ -145,7 +145,8 @@ def _why_not(effects: Effects, node: fx.Node) -> Reason | None:
     elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return _refusal(f"{told(node)} is symbolic")
     if call is None:
-        return None if inductor.buffer_value(node) is not None else _refusal(f"{told(node)} is an input")
+        is_known = inductor.buffer_value(node) is not None
+        return None if is_known else _refusal(f"{told(node)} is an input, or had other values in a call before")
     if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
         return _refusal(f"{told(node)} calls another graph")
     is_autocast = effects.ambient(node).autocast or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
