@@ -1,7 +1,8 @@
-"""What Dynamo asks in every call of a rolled function, beyond what it asks of the loop as it is written."""
+"""What Dynamo asks in every call of a rolled function, beyond what it asks of the loop as it is written, and PyTorch in the first."""
 
 import pytest
 import torch
+from torch._functorch._aot_autograd import runtime_wrappers
 
 import lz_compile as lz
 from benchmarks.rolled_loops import MODELS
@@ -55,3 +56,41 @@ def test_modules_that_no_step_reads_are_not_asked_for_their_modes():
 
     few, many = (asked_of(lz.roll_loops(Deep(n), torch.randn(2, 6)), (torch.randn(2, 20),)) for n in (1, 40))
     assert len(few) == len(many)
+
+
+@torch.library.custom_op("first_call_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+
+
+def settled(x):
+    h, found = torch.zeros_like(x[:, 0]), []
+    for t in range(x.shape[1]):
+        h = torch.tanh(h + x[:, t])
+        found.append(h)
+    return torch.stack(found, 1)
+
+
+@pytest.mark.parametrize("is_foreign", [False, True], ids=["PyTorch's own", "a foreign operator"])
+def test_the_first_call_of_a_loop_is_watched_where_somebody_elses_operator_may_share_memory(is_foreign, monkeypatch):
+    """PyTorch (2.13) watches first calls operator by operator, in Python: of a loop that is every step."""
+    watched = []
+    watch = runtime_wrappers._AnalyzeCustomOpInputOutputMode.__torch_dispatch__
+    monkeypatch.setattr(
+        runtime_wrappers._AnalyzeCustomOpInputOutputMode,
+        "__torch_dispatch__",
+        lambda self, function, *others: watched.append(function) or watch(self, function, *others),
+    )
+    function = (lambda x: settled(doubled(x))) if is_foreign else settled
+    x = torch.randn(2, 30, 3)
+    rolled = lz.roll_loops(settled, x[:, :6])
+    run = (lambda x: rolled(doubled(x))) if is_foreign else rolled
+    torch._dynamo.reset()
+    call = torch.compile(run, backend="layerzero")
+    watched.clear()
+    for _ in range(2):
+        torch.testing.assert_close(call(x), function(x))
+    assert bool(watched) is is_foreign
