@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,7 @@ def test_rates_are_those_measured_and_geometric_between() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_every_kind_of_work_is_measured(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "_AGREE", math.inf)
+    monkeypatch.setattr(cost, "_OWN", 0.0)
     found = cost.measured(dtype)
     assert found is not None
     assert found.by_kind.keys() == cost.usual(dtype).by_kind.keys()
@@ -129,6 +131,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Callab
     """Rates of float32, measured anew: each pass takes so many times as long as usual."""
     monkeypatch.undo()
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(cost, "_OWN", 0.0)  # nothing here takes long enough to tell
     usual = cost.usual(torch.float32).by_kind
 
     def run(factors: list[float]) -> Rates:
@@ -163,6 +166,18 @@ def test_a_busy_machine_is_taken_for_a_usual_one_and_is_asked_again(
     assert found == cost.usual(torch.float32)
     assert "MACHINE_BUSY" in caplog.text
     assert measuring([1.5] * 6) != found
+
+
+def test_a_machine_whose_others_have_the_processor_is_busy_however_evenly(
+    measuring: Callable[[list[float]], Rates], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cost, "_OWN", 0.8)
+    monkeypatch.setattr(time, "thread_time", lambda: 0.5 * time.perf_counter())
+    with caplog.at_level(logging.INFO, events.logger.name):
+        assert measuring([9.0] * 6) == cost.usual(torch.float32)
+    assert "MACHINE_BUSY" in caplog.text
+    monkeypatch.setattr(time, "thread_time", time.perf_counter)
+    assert measuring([9.0] * 6) != cost.usual(torch.float32)
 
 
 def test_rates_are_measured_outside_of_the_transforms_of_a_program(monkeypatch, tmp_path) -> None:
