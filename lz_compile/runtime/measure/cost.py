@@ -41,7 +41,7 @@ _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PASSES, _LEAST_S = 3, 1e-3
 #: What two measurements of a rate may differ by.
 _AGREE = 1.6
-#: The share of the time that a thread is given at least on a machine that does nothing else: one of three on two cores gets 0.67.
+#: The share of the time that a thread has at least where nothing else runs: one of three on two cores has 0.67.
 _OWN = 0.8
 #: Bytes that no heap holds ready, which keeps twice the size of what goes back to the operating system.
 _LARGE = 2 * FRESH_FROM + (1 << 23)
