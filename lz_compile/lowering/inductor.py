@@ -269,9 +269,16 @@ def compile_graph(
     return compiled
 
 
+#: Changes of a graph that Inductor compiles next, in place: a forward, a backward, or what has none.
+before_lowering: list[Callable[[fx.GraphModule], None]] = []
+
+
 def _compile_inner(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Any:
     """Compile a forward or a backward; with loops, on a CPU, C++ calls the kernels: some 10 µs a step instead of 30."""
     kept = [] if given.get("is_inference") or given.get("is_backward") else _keep_strides(module)
+    if not given.get("cpp_wrapper") and not inductor_config.cpp_wrapper:
+        for change in before_lowering:
+            change(module)
     try:
         with _kernels_joined():
             return _compile_loops(module, inputs, **given)
@@ -292,6 +299,22 @@ def _compile_loops(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) 
     except Exception as error:  # noqa: BLE001 whatever it is, it is no fault of the graph's
         events.record("LOOP_WRAPPER_FAILED", "a graph with loops calls its kernels from Python", error)
         return compile_fx_inner(kept, inputs, **given)
+
+
+def kernels_code(module: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """Python that calls the kernels of a graph of ATen operations, as Inductor writes it; nothing of it is built."""
+    from torch._dynamo.utils import detect_fake_mode
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    mode = detect_fake_mode(inputs)
+    own = copy.deepcopy(module)
+    graph = GraphLowering(own, example_inputs=inputs, shape_env=mode.shape_env if mode else None, is_inference=True)
+    with DebugContext(), V.set_fake_mode(mode), V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
+        graph.run(*inputs)
+        code: str = graph.codegen()[0].value
+    return code[code.index("from ctypes") :]  # which number a graph has is no part of what it computes
 
 
 def _has_quotes(module: fx.GraphModule) -> bool:
