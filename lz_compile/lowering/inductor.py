@@ -301,17 +301,17 @@ def _compile_loops(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) 
         return compile_fx_inner(kept, inputs, **given)
 
 
-def kernels_code(module: fx.GraphModule, inputs: Sequence[Any]) -> str:
+def kernels_code(module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any]) -> str:
     """Python that calls the kernels of a graph of ATen operations, as Inductor writes it; nothing of it is built."""
-    from torch._dynamo.utils import detect_fake_mode
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
     from torch._inductor.virtualized import V
 
-    mode = detect_fake_mode(inputs)
+    (mode,) = {each.fake_mode for each in inputs if isinstance(each, FakeTensor)}
     own = copy.deepcopy(module)
-    graph = GraphLowering(own, example_inputs=inputs, shape_env=mode.shape_env if mode else None, is_inference=True)
-    with DebugContext(), V.set_fake_mode(mode), V.set_graph_handler(graph), V.set_extern_kernel_nodes([]):
+    graph = GraphLowering(own, example_inputs=inputs, shape_env=mode.shape_env, is_inference=True)
+    setting = inductor_config.patch(config)
+    with DebugContext(), V.set_fake_mode(mode), V.set_graph_handler(graph), V.set_extern_kernel_nodes([]), setting:
         graph.run(*inputs)
         code: str = graph.codegen()[0].value
     return code[code.index("from ctypes") :]  # which number a graph has is no part of what it computes
