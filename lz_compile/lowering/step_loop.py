@@ -23,8 +23,8 @@ from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.step_source import LoopWriter, NotKernelsError, written
 
 _ALIGNED = 64
-#: Elements below which a thread is not worth waiting for in every step.
-_THREAD_ELEMENTS = 1 << 13
+#: Of a step: a thread is worth waiting for from so many elements on; what is given is not written to, and has known strides.
+_CONFIG = {"cpp.min_chunk_size": 1 << 13, "inplace_buffers": False, "size_asserts": True}
 _PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")
 )
@@ -43,7 +43,10 @@ class _Program:
 @lru_cache(maxsize=1024)
 def _program(step: str, layouts: tuple[Any, ...], states: int, strides: tuple[int, ...]) -> _Program:
     """The loop for states, slices and what stays with these layouts; of the latter some are numbers."""
-    made = [each if isinstance(each, int) else torch.empty_strided(each[0], each[1], dtype=each[2]) for each in layouts]
+    made = [
+        each if isinstance(each, int) else inductor.empty_cpu(tuple(each[0]), tuple(each[1]), each[2])
+        for each in layouts
+    ]
     source, numbers, scratch = LoopWriter(written(json.loads(step)["code"]), made, states, strides).write()
     function = inductor.load_cpp(source).run
     function.restype = ctypes.c_char_p
@@ -129,6 +132,7 @@ opaque("step_loop", _run, _fake)
 def call_kernels(module: fx.GraphModule) -> None:
     """Let loops in C++ call the steps of scans that are kernels, in place, in a graph that Inductor compiles next."""
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan):
+        _store_what_is_spread(node)
         callee, init, xs, additional = node.args
         try:
             step = _step(getattr(module, callee.target), init, xs, additional, node.meta["val"])
@@ -152,6 +156,21 @@ def call_kernels(module: fx.GraphModule) -> None:
     module.recompile()
 
 
+def _store_what_is_spread(scan: fx.Node) -> None:
+    """Let a scan read copies of what has fewer elements in memory than in its shape: Inductor may store it in other strides."""
+    for operand in scan.all_input_nodes:
+        value = operand.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not any(
+            stride == 0 and size != 1 for size, stride in zip(value.shape, value.stride(), strict=True)
+        ):
+            continue
+        whole = {"memory_format": torch.contiguous_format}
+        with scan.graph.inserting_before(scan):
+            stored = scan.graph.call_function(torch.ops.aten.clone.default, (operand,), whole)
+        stored.meta["val"] = torch.ops.aten.clone.default(value, **whole)
+        scan.replace_input_with(operand, stored)
+
+
 def _is_number(operand: Any) -> bool:
     return not isinstance(operand, fx.Node) or not isinstance(operand.meta["val"], torch.Tensor)
 
@@ -164,6 +183,8 @@ def _step(body: fx.GraphModule, init: Any, xs: Any, additional: Any, results: Se
     """
     if any(each.target in _PRODUCTS for each in body.graph.nodes):
         raise NotKernelsError("a step computes products of matrices")
+    if any(torch.Tag.nondeterministic_seeded in getattr(each.target, "tags", ()) for each in body.graph.nodes):
+        raise NotKernelsError("a step draws random numbers")
     states, slices, others = ([_value(each) for each in part] for part in (init, xs, additional))
     tensors = [each for each in (*states, *slices, *results, *others) if isinstance(each, torch.Tensor)]
     if any(each.device.type != "cpu" or each.layout != torch.strided for each in tensors):
@@ -176,7 +197,7 @@ def _step(body: fx.GraphModule, init: Any, xs: Any, additional: Any, results: Se
         (str(each.dtype).removeprefix("torch."), [_told_size(size, known) for size in each.shape[1:]])
         for each in results[len(states) :]
     ]
-    code = inductor.kernels_code(body, given, {"cpp.min_chunk_size": _THREAD_ELEMENTS})
+    code = inductor.kernels_code(body, given, _CONFIG)
     kinds = "".join("t" if isinstance(each, torch.Tensor) else "n" for each in others)
     step = json.dumps({"ys": ys, "kinds": kinds, "code": code})
     strides = tuple(_hint(each.stride(0)) * each.itemsize for each in slices)

@@ -7,6 +7,7 @@ given says where each address comes from: a state, a slice that moves on, what s
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -76,12 +77,14 @@ class Written:
 
     call: Callable[[list[Any]], Sequence[Any]]
     recorder: _Recorder
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, arguments: list[Any]) -> tuple[list[Any], list[_Call], list[torch.Tensor]]:
         """Results, calls and memory of a step."""
-        self.recorder.calls, self.recorder.memory = [], []
-        results = list(self.call(arguments))
-        return results, self.recorder.calls, self.recorder.memory
+        with self.lock:
+            self.recorder.calls, self.recorder.memory = [], []
+            results = list(self.call(arguments))
+            return results, self.recorder.calls, self.recorder.memory
 
 
 @lru_cache(maxsize=256)
