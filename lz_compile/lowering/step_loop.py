@@ -157,7 +157,7 @@ def call_kernels(module: fx.GraphModule) -> None:
 
 
 def _store_what_is_spread(scan: fx.Node) -> None:
-    """Let a scan read copies of what has fewer elements in memory than in its shape: Inductor may store it in other strides."""
+    """Let a scan read copies of what has fewer elements in memory than in its shape, which Inductor may store as it likes."""
     for operand in scan.all_input_nodes:
         value = operand.meta.get("val")
         if not isinstance(value, torch.Tensor) or not any(
