@@ -20,7 +20,12 @@ from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.ground import events, telemetry
 from lz_compile.ground.fingerprint import source_hash
 from lz_compile.ground.isolation import isolated
-from lz_compile.lowering import inductor
+from lz_compile.lowering import (
+    inductor,
+)
+from lz_compile.lowering import (
+    step_loop as _step_loop,  # noqa: F401 it looks through what Inductor compiles, and defines its operator
+)
 from lz_compile.passes.graph.gradients import note_as_handed_in
 from lz_compile.passes.graph.snapshot import Snapshot
 from lz_compile.report.dump import Dump

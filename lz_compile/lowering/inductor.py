@@ -270,6 +270,10 @@ def compile_graph(
     return compiled
 
 
+#: Changes of a graph that Inductor compiles next, in place: a forward, a backward, or what has none.
+before_lowering: list[Callable[[fx.GraphModule], None]] = []
+
+
 def _unwatched(compiled: Any) -> Any:
     """Let the first call be as the others.
 
@@ -300,6 +304,9 @@ def _has_foreign_operators(module: fx.GraphModule) -> bool:
 def _compile_inner(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Any:
     """Compile a forward or a backward; with loops, on a CPU, C++ calls the kernels: some 10 µs a step instead of 30."""
     kept = [] if given.get("is_inference") or given.get("is_backward") else _keep_strides(module)
+    if not given.get("cpp_wrapper") and not inductor_config.cpp_wrapper:
+        for change in before_lowering:
+            change(module)
     try:
         with _kernels_joined():
             return _compile_loops(module, inputs, **given)
@@ -322,6 +329,22 @@ def _compile_loops(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) 
     except Exception as error:  # noqa: BLE001 whatever it is, it is no fault of the graph's
         events.record("LOOP_WRAPPER_FAILED", "a graph with loops calls its kernels from Python", error)
         return compile_fx_inner(kept, inputs, **given)
+
+
+def kernels_code(module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any]) -> str:
+    """Python that calls the kernels of a graph of ATen operations, as Inductor writes it; nothing of it is built."""
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+
+    (mode,) = {each.fake_mode for each in inputs if isinstance(each, FakeTensor)}
+    own = copy.deepcopy(module)
+    graph = GraphLowering(own, example_inputs=inputs, shape_env=mode.shape_env, is_inference=True)
+    setting = inductor_config.patch(config)
+    with DebugContext(), V.set_fake_mode(mode), V.set_graph_handler(graph), V.set_extern_kernel_nodes([]), setting:
+        graph.run(*inputs)
+        code: str = graph.codegen()[0].value
+    return code[code.index("from ctypes") :]  # which number a graph has is no part of what it computes
 
 
 def _has_quotes(module: fx.GraphModule) -> bool:
