@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -58,14 +58,21 @@ def overlap(one: Piece, two: Piece) -> bool:
     return all(a is None or b is None or (a[0] < b[1] and b[0] < a[1]) for a, b in pairs)
 
 
-def store_pieces(graph: fx.Graph, may_edit: MayEdit) -> int:
-    """Spell such calls as stores, in place, where a tensor has as many of them as a loop has steps; how many there were."""
+def _is_looped(_buffer: fx.Node, count: int) -> bool:
+    return count >= LEAST_STEPS
+
+
+def store_pieces(graph: fx.Graph, may_edit: MayEdit, wanted: Callable[[fx.Node, int], bool] = _is_looped) -> int:
+    """Spell such calls as stores, in place; how many there were.
+
+    ``wanted`` is asked with a tensor and how many of them it has: where nothing else is said, as many as a loop has steps.
+    """
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if _target(node, found) is not None:
             found[node] = None
     buffers = Counter(_buffer(node, found) for node in found)
-    candidates = [node for node in found if buffers[_buffer(node, found)] >= LEAST_STEPS]
+    candidates = [node for node in found if wanted(buffer := _buffer(node, found), buffers[buffer])]
     if not candidates:
         return 0
     for node in candidates:
