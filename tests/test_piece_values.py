@@ -113,6 +113,25 @@ def test_gradients_and_symbolic_batches_are_those_of_the_source(write: Write) ->
     assert backend.report.matches[0].rewritten, backend.why_not()
 
 
+@pytest.mark.parametrize(
+    ("shape", "dynamic"),
+    [((8, 8), True), ((1, 3, 8, 8), True), ((3, 1, 8), False), ((2, 1, 1, 8), False)],
+    ids=str,
+)
+def test_a_bias_that_broadcasts_stays_as_small_as_it_is(shape: tuple[int, ...], dynamic: bool) -> None:
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"attention": "lz.blocked"})
+    function = torch.compile(attention(added), backend=backend, fullgraph=True, dynamic=dynamic)
+    for tokens in (11, 7)[: 1 + dynamic]:
+        given = [torch.randn(2, 3, tokens, 8) for _ in range(3)]
+        bias = torch.randn([tokens - 1 if size == 8 else size for size in shape])
+        torch.testing.assert_close(function(*given, bias), attention(added)(*given, bias))
+    assert len(backend.graphs) == 1
+    assert backend.report.matches[0].rewritten, backend.why_not()
+    padded = [node for node in backend.graphs[0].graph.nodes if getattr(node.target, "__name__", "") == "pad"]
+    assert all(each.meta["example_value"].numel() < 2 * 3 * 11 * 11 for each in padded)
+
+
 def shifted(scores: Tensor, bias: Tensor) -> None:
     """What is stored was at other places."""
     scores[..., 1:, 1:] = scores[..., :-1, :-1] + bias

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -129,7 +130,8 @@ def _spellings(call: Call) -> Iterator[tuple[Any, tuple[Any, ...]]]:
 
 
 def _strides(tensor: torch.Tensor) -> list[Size]:
-    return [as_size(stride) for stride in tensor.stride()]
+    strides = map(as_size, tensor.stride())
+    return [stride if isinstance(stride, int) else sympy.expand(stride) for stride in strides]
 
 
 def is_ordering(node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from lz_compile.ground.sizes import shape_of
+from lz_compile.ground.sizes import Shape, Size, shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Dims, LayoutError, broadcast_from, fresh, resolve
 from lz_compile.passes.formula.expressions import plain_number
@@ -82,19 +82,25 @@ def _cuts(index: Any, tensor: torch.Tensor) -> list[_Cut] | None:
     for dim, (element, size) in enumerate(zip(elements, shape, strict=True)):
         if element in (slice(None), slice(0, None)):
             continue
-        if not isinstance(size, int):
+        cut = _cut(dim, element, size)
+        if cut is None:
             return None
-        if isinstance(element, slice):
-            if not all(each is None or isinstance(each, int) for each in (element.start, element.stop, element.step)):
-                return None
-            start, stop, step = element.indices(size)
-        else:
-            start, step = element % size, 1
-            stop = start + 1
-        if step != 1 or stop <= start:
-            return None
-        found.append(_Cut(dim, start, size - stop, not isinstance(element, slice)))
+        found.append(cut)
     return found
+
+
+def _cut(dim: int, element: Any, size: Size) -> _Cut | None:
+    """What one element of an index leaves out; of a symbolic size, only what says so whatever it is."""
+    if isinstance(element, int):
+        return _Cut(dim, element % size, size - element % size - 1, drops=True) if isinstance(size, int) else None
+    start, stop, step = (0 if element.start is None else element.start), element.stop, element.step
+    if not isinstance(start, int) or not isinstance(stop, int | None) or step not in (None, 1):
+        return None
+    if isinstance(size, int):
+        start, stop, _ = element.indices(size)
+        return _Cut(dim, start, size - stop, drops=False) if start < stop else None
+    is_told = start >= 0 and (stop is None or stop < 0)
+    return _Cut(dim, start, -(stop or 0), drops=False) if is_told else None
 
 
 def _filled(emit: Emitter, target: fx.Node, cuts: Sequence[_Cut], fill: float) -> fx.Node | None:
@@ -103,6 +109,8 @@ def _filled(emit: Emitter, target: fx.Node, cuts: Sequence[_Cut], fill: float) -
     mask: fx.Node | None = None
     for cut in cuts:
         size = shape_of(tensor)[cut.dim]
+        if not isinstance(size, int):
+            return None
         places = emit.call(torch.arange, size, device=tensor.device)
         places = emit.call("view", places, (-1, *[1] * (tensor.dim() - cut.dim - 1)))
         sides = [emit.call(operator.ge, places, cut.before)] if cut.before else []
@@ -177,8 +185,13 @@ def _operands(call: Call, dims: Dims) -> Iterator[tuple[fx.Node, Dims, fx.Node |
 
 
 def _operand(emit: Emitter, change: _Change, cuts: Sequence[_Cut], tensor: torch.Tensor) -> fx.Node | None:
-    """The other operand of a call where the piece lies, and what changes no number elsewhere."""
-    sizes = _expanded(known_tensor(change.other), known_tensor(change.call.node))
+    """The other operand of a call where the piece lies, and what changes no number elsewhere.
+
+    It broadcasts as it did, unless it is moved, along dimensions that are not cut.
+    """
+    whole = shape_of(known_tensor(change.call.node))
+    is_plain = not change.moves and not any(cut.drops for cut in cuts)
+    sizes = _expanded(known_tensor(change.other), whole, [cut.dim for cut in cuts] if is_plain else range(len(whole)))
     if sizes is None:
         return None
     value = emit.call("expand", change.other, sizes)
@@ -188,13 +201,15 @@ def _operand(emit: Emitter, change: _Change, cuts: Sequence[_Cut], tensor: torch
     for cut in cuts:
         value = emit.call("unsqueeze", value, cut.dim) if cut.drops else value
     around = {cut.dim: (cut.before, cut.behind) for cut in cuts}
-    margins = [size for dim in reversed(range(tensor.dim())) for size in around.get(dim, (0, 0))]
+    dims = reversed(range(tensor.dim() - known_tensor(value).dim(), tensor.dim()))
+    margins = [size for dim in dims for size in around.get(dim, (0, 0))]
     return emit.call(F.pad, value, margins, value=_NEUTRAL[change.call.name]) if any(margins) else value
 
 
-def _expanded(operand: torch.Tensor, whole: torch.Tensor) -> list[int] | None:
-    """What ``expand`` is given for the shape of ``whole``; None where that takes a symbolic size."""
-    wanted = shape_of(whole)
-    own = (*[None] * (len(wanted) - operand.dim()), *shape_of(operand))
-    sizes = [-1 if size == given else size for size, given in zip(wanted, own, strict=True)]
-    return [size for size in sizes if isinstance(size, int)] if all(isinstance(each, int) for each in sizes) else None
+def _expanded(operand: torch.Tensor, whole: Shape, dims: Sequence[int]) -> list[int] | None:
+    """What ``expand`` is given to have some dimensions of a shape in full; None where that takes a symbolic size."""
+    first = min([len(whole) - operand.dim(), *dims])
+    own = (*[1] * (len(whole) - operand.dim()), *shape_of(operand))
+    sizes = [size if dim in dims and size != own[dim] else -1 for dim, size in enumerate(whole)]
+    sizes = [1 if dim < len(whole) - operand.dim() and size == -1 else size for dim, size in enumerate(sizes)]
+    return [int(size) for size in sizes[first:]] if all(isinstance(each, int) for each in sizes[first:]) else None

@@ -52,6 +52,15 @@ def piece_of(index: Any, tensor: torch.Tensor | None) -> Piece | None:
     return tuple(found)
 
 
+def _is_plain(index: Any, tensor: torch.Tensor | None) -> bool:
+    """Whether an index is of plain numbers, plain slices and whole dimensions, whatever the sizes are."""
+    elements = None if tensor is None else elements_of(index, tensor)
+    if elements is None:
+        return False
+    parts = [(each.start, each.stop, each.step) if isinstance(each, slice) else (each,) for each in elements]
+    return all(part is None or isinstance(part, int) for each in parts for part in each) and None not in elements
+
+
 def overlap(one: Piece, two: Piece) -> bool:
     """Whether two pieces of one tensor have an element in common."""
     pairs = zip(one, two, strict=True)
@@ -110,7 +119,7 @@ def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
         return False
     buffer = view.args[0]
     index = view.args[1]
-    if piece_of(index, tensor_of(buffer)) is None or _is_seen_later(view, node, effects) or is_returned(view):
+    if not _is_plain(index, tensor_of(buffer)) or _is_seen_later(view, node, effects) or is_returned(view):
         return False
     if _is_written_later(view, node, effects) or _changes_later(view, node, effects) or not may_edit(node):
         return False
