@@ -610,6 +610,33 @@ def test_loops_that_make_constants_are_no_loops_that_were_missed():
     assert rolled(grown, torch.randn(16, 16)).misses
 
 
+def test_only_what_goes_along_a_dimension_is_a_loop_that_was_missed():
+    convolutions = torch.nn.Sequential(
+        *(each for _ in range(6) for each in (torch.nn.Conv1d(4, 4, 3, stride=2), torch.nn.GELU()))
+    )
+    tables = torch.nn.ModuleList(torch.nn.Embedding(9, 4) for _ in range(8))
+
+    def pooled(x):
+        for _ in range(5):
+            x = x.unflatten(-1, (-1, 2)).amax(-1)
+        return x
+
+    def embedded(x):
+        index = (x * 3).long().clamp(0, 8)
+        return sum(table(index[:, place]) for place, table in enumerate(tables))
+
+    def joined(x):
+        held, kept = x[:, 0], []
+        for step in range(1, 9):
+            held = torch.cat([held, x[:, step]], -1)
+            kept.append(held.sum(-1))
+        return torch.stack(kept)
+
+    for function, shape in ((convolutions, (2, 4, 400)), (pooled, (2, 64)), (embedded, (2, 8))):
+        assert not rolled(function, torch.randn(*shape)).misses
+    assert rolled(joined, torch.randn(2, 9, 3)).misses
+
+
 def test_short_loops_are_kept_unless_their_step_is_special():
     function, inputs = moving_average(17), sequences(B, 17, D)
     backend = rolled(function, *inputs, policy="keep")

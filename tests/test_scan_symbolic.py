@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 import lz_compile as lz
 from lz_compile import reports
-from lz_compile.passes.loops.recurrence.size_placeholders import SizePlaceholders, is_ambiguous
+from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.loops.recurrence.step_sizes import StepSizes
 
 #: Batches that a graph was compiled for, and others that it must serve.
 FIRST, OTHERS = 11, (2, 5)
@@ -330,7 +331,7 @@ def test_a_state_that_a_size_multiplies_is_refused(step: Callable[..., Tensor], 
     assert any(name in str(miss.reason) for miss in backend.report.near_misses), backend.why_not()
 
 
-# ---- placeholders of sizes ----------------------------------------------------------------------------------------------
+# ---- where sizes are read ----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -347,29 +348,24 @@ def symbols() -> list[torch.SymInt]:
     ]
 
 
-def test_numbers_stand_for_products_of_sizes_and_back(symbols: list[torch.SymInt]) -> None:
+def test_sizes_are_read_of_operands_as_products_and_quotients(symbols: list[torch.SymInt]) -> None:
     one, two, three = symbols
-    shapes = [(one * two * 4, 15), (two, three * 2), (one * two,)]
-    sizes = SizePlaceholders.of(shapes, [21, 9], attempt=0)
-    for size in (one * two * 4, one * two, two, three * 2, two * two * three * 30):
-        number = sizes.number(size.node.expr)
-        assert sizes.size(number) == size.node.expr
-        assert sizes.hint(number) == size.node.hint
-        assert sizes.twin(number) == sizes.number(size.node.expr, second=True)
-        read = lambda place: shapes[place.operand][place.dim]  # noqa: E731
-        assert sizes.extent(number, read).node.hint == size.node.hint
-    for number in (1, 4, 9, 15, 21, 30):
-        assert not is_ambiguous(sizes, number)
-        assert sizes.size(number) == number
+    given = [one * two * 4, two, three * 2, 15]
+    sizes = StepSizes.of(given)
+    for size in (one * two * 4, one * two, two, three * 2, two * three * 30, one, one * 3):
+        assert sizes.hint(size.node.expr) == size.node.hint
+        found = sizes.extent(size.node.expr, lambda place: given[place.operand])
+        assert found.node.expr == size.node.expr
+    assert sizes.hint(15) == 15
 
 
-def test_other_primes_are_taken_where_some_were_of_no_use(symbols: list[torch.SymInt]) -> None:
-    first, second = (SizePlaceholders.of([symbols], [5], attempt=attempt) for attempt in (0, 1))
-    primes = [
-        {each.first for each in sizes.symbols} | {each.second for each in sizes.symbols} for sizes in (first, second)
-    ]
-    assert not primes[0] & primes[1]
-    assert all(5 not in each for each in primes)
+def test_a_size_that_no_operand_shows_is_refused_by_its_text(symbols: list[torch.SymInt]) -> None:
+    one, two, three = symbols
+    sizes = StepSizes.of([one, two + three])
+    assert sizes.hint((2 * one).node.expr) == 12
+    assert sizes.hint((two + three).node.expr) == 24
+    with pytest.raises(RefusedError, match=r"the symbolic size .* is no product of sizes of what it is given"):
+        sizes.hint(three.node.expr)
 
 
 # ---- whole models, and Inductor ----------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ class MatchReport(Record):
             graph=graph,
             attributes=match.attributes.to_dict(),
             mask=match.found.masks_mean,
-            mask_reasons=list(match.found.mask_reasons),
+            mask_reasons=list(match.found.notes),
             formula=match.found.formula,
         )
 

@@ -263,7 +263,7 @@ class AttentionEmitter:
             source_kernel=source_kernel,
             buffers=self.buffers,
             masks_mean=self.mask_label,
-            mask_reasons=self.mask_reasons,
+            notes=self.mask_reasons,
         )
         trial = Trial(
             limited=frozenset((*self.roles.features, *self.roles.value_features)),

@@ -63,7 +63,7 @@ def fresh(shape: Sequence[Size]) -> Dims:
     return tuple(() if size == 1 else (Axis(size),) for size in shape)
 
 
-def _quotient(large: Size, small: Size) -> Size | None:
+def quotient(large: Size, small: Size) -> Size | None:
     """``large / small`` where that is exact, else None."""
     if isinstance(large, int) and isinstance(small, int):
         return large // small if small and large % small == 0 else None
@@ -87,12 +87,12 @@ def take(queue: list[Axis], size: Size) -> tuple[Axis, ...]:
         if not queue:
             raise LayoutError(f"no axes left for an extent of {rest}")
         axis = queue.pop(0)
-        remaining = _quotient(rest, axis.size)
+        remaining = quotient(rest, axis.size)
         if remaining is not None:
             taken.append(axis)
             rest = remaining
             continue
-        remainder = _quotient(axis.size, rest)
+        remainder = quotient(axis.size, rest)
         if remainder is None:
             raise LayoutError(f"an axis of {axis.size} does not split at {rest}")
         axis.parts = (Axis(rest), Axis(remainder))

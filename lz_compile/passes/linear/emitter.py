@@ -143,7 +143,7 @@ class LinearEmitter(TableEmitter):
         return Match(
             op,
             Site.of(core, self.output_dims, read),
-            Found(self.attrs, facts, inputs, operands, self, buffers=buffers, mask_reasons=told),
+            Found(self.attrs, facts, inputs, operands, self, buffers=buffers, notes=told),
             Trial(masked_rows_count=False, pinned=pinned),
         )
 

@@ -106,7 +106,7 @@ class Found:
 
     ``formula`` says for people what is computed. ``source_kernel`` is the kernel that the source itself calls. ``buffers``
     are those on whose values it rests that inputs are implied. ``masks_mean`` names what was proven of the masks,
-    ``mask_reasons`` say why they are general ones, or why keys are copied.
+    ``notes`` say what a user may want to know: why masks are general ones, why keys are copied, or weights unpacked.
     """
 
     attributes: Attributes
@@ -118,7 +118,7 @@ class Found:
     source_kernel: str | None = None
     buffers: tuple[fx.Node, ...] = ()
     masks_mean: str = ""
-    mask_reasons: tuple[Reason, ...] = ()
+    notes: tuple[Reason, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import operator
 from collections.abc import Iterator
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -20,8 +21,13 @@ from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula import layout
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, grad_enabled
-from lz_compile.passes.graph.view import Call, hint_of, memory_of, read, tensor_of, value_of
+from lz_compile.passes.graph.view import Call, hint_of, is_floating, memory_of, read, tensor_of, value_of
+from lz_compile.passes.graph.writes import NEW
+from lz_compile.passes.loops.roll.piece_values import piece_value
+from lz_compile.passes.loops.roll.piece_writes import store_pieces
+from lz_compile.passes.loops.roll.search import LEAST_STEPS
 from lz_compile.passes.loops.roll.step_graph import Emitter
+from lz_compile.passes.loops.roll.steps import kind_of
 
 #: Calls that order the scores of a row, or select among them.
 ORDERING = frozenset({"topk", "sort", "argsort", "msort", "kthvalue"})
@@ -29,16 +35,22 @@ MAXIMA = frozenset({"max", "amax"})
 #: In-place methods of which every element of the result is a function of that element (and of other tensors).
 _ELEMENTWISE = frozenset({"masked_fill", "add", "sub", "mul", "div", "clamp", "exp", "log", "neg"})
 
+#: Calls that a softmax is made of: what graphs with none overwrite piece by piece is no score.
+_EXPONENTIAL = frozenset({"softmax", "log_softmax", "exp", "exp2"})
+
 _UNKNOWN = -1
 
 
 def with_values(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     """Let what is written in place be a value of its own, where nobody else looks at the memory; how many were.
 
-    Graphs in which nothing is ordered are left as they are.
+    Graphs in which nothing is ordered, and nothing is stored that a softmax may read, are left as they are.
     """
-    if not any(node.op.startswith("call") and is_ordering(node) for node in graph.nodes):
-        return 0
+    is_ordered = any(node.op.startswith("call") and is_ordering(node) for node in graph.nodes)
+    is_scored = any((call := read(node)) is not None and call.name in _EXPONENTIAL for node in graph.nodes)
+    spelled = store_pieces(graph, may_edit, _is_computed) if is_scored else 0
+    if not is_ordered and not (is_scored and graph.find_nodes(op="call_function", target=operator.setitem)):
+        return spelled
     effects = Effects(graph)
     if not effects.has_mutations:
         return 0
@@ -48,8 +60,10 @@ def with_values(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
         memory.redirect(node)
         target = node.args[0] if node in written and node.args else None
         value = None
-        if isinstance(target, fx.Node) and memory.is_unseen(node, target):
-            value = _out_of_place(node, target, memory, effects.ambient(node), may_edit)
+        is_read = is_ordered or node.target is operator.setitem
+        if is_read and isinstance(target, fx.Node) and memory.is_unseen(node, target):
+            value = _piece_stored(node, target, effects, may_edit) if is_scored else None
+            value = value or _out_of_place(node, target, memory, effects.ambient(node), may_edit)
         if value is None or not isinstance(target, fx.Node):
             memory.pass_by(node)
         else:
@@ -57,7 +71,32 @@ def with_values(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
             replaced.append(node)
     for node in reversed(replaced):
         graph.erase_node(node)
-    return len(replaced)
+    return spelled + len(replaced)
+
+
+def _is_computed(buffer: fx.Node, count: int) -> bool:
+    """Whether a tensor of which so many pieces are overwritten is computed, and filled by no loop."""
+    call = read(buffer)
+    return call is not None and call.name not in NEW and count < LEAST_STEPS and is_floating(buffer)
+
+
+def _piece_stored(node: fx.Node, target: fx.Node, effects: Effects, may_edit: MayEdit) -> fx.Node | None:
+    """A value that is what a store into a piece leaves in ``target``; None where it has no such form."""
+    old, ambient = tensor_of(target), effects.ambient(node)
+    if node.target is not operator.setitem or old is None or not _is_computed(target, len(effects.writes_to(target))):
+        return None
+    if ambient.is_transformed or (old.requires_grad and not grad_enabled(ambient)):
+        return None
+    emit, before = Emitter(node.graph, old.fake_mode, ambient, node), node.prev  # type: ignore[attr-defined]
+    with node.graph.inserting_before(node):
+        value = piece_value(emit, node, target, effects)
+    is_alike = value is not None and kind_of(value) == kind_of(target)
+    if value is not None and is_alike and _strides(value_of(value)) == _strides(old) and may_edit(node):
+        value.meta = {**node.meta, **value.meta}
+        return value
+    while node.prev is not before:
+        node.graph.erase_node(node.prev)
+    return None
 
 
 def _out_of_place(
@@ -91,7 +130,8 @@ def _spellings(call: Call) -> Iterator[tuple[Any, tuple[Any, ...]]]:
 
 
 def _strides(tensor: torch.Tensor) -> list[Size]:
-    return [as_size(stride) for stride in tensor.stride()]
+    strides = map(as_size, tensor.stride())
+    return [stride if isinstance(stride, int) else sympy.expand(stride) for stride in strides]
 
 
 def is_ordering(node: fx.Node) -> bool:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import Size, is_one
+from lz_compile.ground.sizes import Size, is_one, product, shape_of
 from lz_compile.lowering.ops.scan import DROPPED, DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.loops.recurrence.dropped_states import masked
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum
 from lz_compile.passes.loops.recurrence.index_terms import Atom, Term
 from lz_compile.passes.loops.recurrence.index_values import TIME, Source, Values
-from lz_compile.passes.loops.recurrence.size_placeholders import NO_SYMBOLS, Place, SizePlaceholders
+from lz_compile.passes.loops.recurrence.step_sizes import Place, StepSizes
 from lz_compile.passes.loops.recurrence.transition import Read, Transition
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.emitter import TableEmitter
@@ -40,8 +39,8 @@ class ScanEmitter(TableEmitter):
     """The operands and results of one transition.
 
     ``first`` is the state before the first step (None: zeros), ``final`` and ``reads`` the nodes of the results, as ``(node,
-    place)`` with the place of a read among those of the transition. The sizes of a transition are ``numbers`` that may
-    stand for symbolic ones; ``places`` are the operands of the step as ``(node, first dimension)``, None if nobody reads it.
+    place)`` with the place of a read among those of the transition. ``sizes`` say where symbolic ones can be read;
+    ``places`` are the operands of the step as ``(node, first dimension)``, None if nobody reads it.
     """
 
     transition: Transition
@@ -50,7 +49,7 @@ class ScanEmitter(TableEmitter):
     final: tuple[fx.Node, ...]
     reads: tuple[tuple[fx.Node, int], ...]
     attrs: ScanAttrs
-    numbers: SizePlaceholders = NO_SYMBOLS
+    sizes: StepSizes = field(default_factory=StepSizes)
     places: tuple[tuple[fx.Node | None, int], ...] = ()
 
     @property
@@ -90,14 +89,14 @@ class ScanEmitter(TableEmitter):
             found["state"] = state.reshape([extent(self._number(group)) for group in (batch, heads, keys, columns)])
         return Operands(**found)
 
-    def _extents(self, builder: Builder) -> Callable[[int], Any]:
-        """What the numbers of the transition are in a graph."""
+    def _extents(self, builder: Builder) -> Callable[[Size], Any]:
+        """What the sizes of the transition are in a graph."""
 
         def read(place: Place) -> Any:
             node, first = self.places[place.operand]
             return None if node is None or place.dim is None else builder.value(node).size(first + place.dim)
 
-        return cache(lambda number: self.numbers.extent(number, read))
+        return cache(lambda size: self.sizes.extent(size, read))
 
     def _values(self, builder: Builder) -> Values:
         def source(atom: Atom) -> Source:
@@ -113,8 +112,8 @@ class ScanEmitter(TableEmitter):
         move = self.transition
         return move.batch[:1], move.batch[1:], move.keys, move.values
 
-    def _number(self, group: Sequence[int]) -> int:
-        return math.prod(self.transition.space[index] for index in group)
+    def _number(self, group: Sequence[int]) -> Size:
+        return product(self.transition.space[index] for index in group)
 
     def _length(self, builder: Builder) -> Any:
         given = next(each for each in self.given.values() if each.over_time)
@@ -145,9 +144,9 @@ class ScanEmitter(TableEmitter):
             rows.append(self._spread(row, read, values.extent))
         return _joined(rows, 3)
 
-    def _spread(self, rows: Any, read: Read, extent: Callable[[int], Any]) -> Any:
+    def _spread(self, rows: Any, read: Read, extent: Callable[[Size], Any]) -> Any:
         """All rows of a read, also where they are equal."""
-        wanted = math.prod(read.extras)
+        wanted = product(read.extras)
         shape = list(rows.shape)
         if wanted == 1 or not is_one(shape[3]):
             return rows
@@ -157,7 +156,7 @@ class ScanEmitter(TableEmitter):
         rank = len(self.transition.space)
         return tuple(range(rank, rank + len(read.extras)))
 
-    def _with_extras(self, read: Read) -> dict[int, int]:
+    def _with_extras(self, read: Read) -> dict[int, Size]:
         sizes = (*self.transition.space, *read.extras)
         return dict(enumerate(sizes))
 
@@ -170,7 +169,7 @@ class ScanEmitter(TableEmitter):
         found = [self._final(node, state, extent) for node in self.final]
         offsets: list[Any] = [0]
         for read in self.transition.reads:
-            offsets.append(offsets[-1] + extent(math.prod(read.extras)))
+            offsets.append(offsets[-1] + extent(product(read.extras)))
         for node, place in self.reads:
             read = self.transition.reads[place]
             rows = looked if self._looks_once() else looked[:, :, :, offsets[place] : offsets[place + 1]]
@@ -182,7 +181,7 @@ class ScanEmitter(TableEmitter):
         move = self.transition
         return len(move.reads) == 1 or (not move.keys and all(read.query is None for read in move.reads))
 
-    def _final(self, node: fx.Node, state: Any, extent: Callable[[int], Any]) -> Any:
+    def _final(self, node: fx.Node, state: Any, extent: Callable[[Size], Any]) -> Any:
         order = [index for group in self._groups() for index in group]
         value = state.reshape([extent(self.transition.space[index]) for index in order])
         value = value.permute([order.index(index) for index in range(len(order))])
@@ -212,15 +211,14 @@ class ScanEmitter(TableEmitter):
             own = replace(values, sizes=dict(enumerate(read.rest.sizes)), like=rows)
             groups = ((TIME,), *((i,) for i in range(len(read.rest.sizes))))
             value = value + own.of(read.rest, groups, leaks.get(("rest", number)))
-        return value.reshape([length, *(extent(size) for size in read.node.meta["val"].shape)]).to(_dtype(node))
+        return value.reshape([length, *map(extent, shape_of(read.node.meta["val"]))]).to(_dtype(node))
 
     # ---- facts ----------------------------------------------------------------------------------------------------
 
     def facts(self, length: Size, needs_grad: bool) -> ScanFacts:
         """Sizes and structure, for kernel selection."""
         move = self.transition
-        size = self.numbers.size
-        batch, heads, keys, columns = (size(self._number(group)) for group in self._groups())
+        batch, heads, keys, columns = map(self._number, self._groups())
         tensors = [tensor_of(each.node) for each in self.given.values()]
         dtype = self.attrs.state_dtype
         for tensor in tensors:
@@ -233,7 +231,7 @@ class ScanEmitter(TableEmitter):
             keys,
             columns,
             len(move.updates),
-            sum(size(math.prod(read.extras)) for read in move.reads) or 1,
+            sum(product(read.extras) for read in move.reads) or 1,
             ScanStructure(
                 decay=self._decay_kind(),
                 has_state=self.first is not None,

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import as_size
+from lz_compile.ground.sizes import as_size, product, shape_of
 from lz_compile.lowering.ops.scan import ScanAttrs
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.formula.calls import is_constant
@@ -18,8 +17,8 @@ from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of, where_of
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum
 from lz_compile.passes.loops.recurrence.index_terms import Atom
-from lz_compile.passes.loops.recurrence.size_placeholders import SizePlaceholders
 from lz_compile.passes.loops.recurrence.step_form import StepForm
+from lz_compile.passes.loops.recurrence.step_sizes import StepSizes
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, is_filled
 from lz_compile.passes.loops.recurrence.text import text_of
 from lz_compile.passes.loops.recurrence.transition import Transition
@@ -39,33 +38,8 @@ def finished(
     Raises:
         RefusedError: nothing differs from step to step, or a gradient under a condition may be NaN.
     """
-    step = form.step
-    outer = dict(zip((*step.slices, *step.given), (*call.xs, *call.given), strict=True))
-    used = sorted(_atoms(transition))
-    atoms = {atom: form.atoms[atom] for atom in used}
-    given = {
-        atom: Given(outer[node], node in step.slices, tuple(node.meta["val"].shape)) for atom, node in atoms.items()
-    }
-    driving = {atom for whole in transition.operands() for atom in whole.atoms if atom in given}
-    if not any(given[atom].over_time for atom in driving):
-        raise RefusedError("NOTHING_OVER_TIME", "every step does the same", "a power of one matrix is no scan")
-    places = {read.node: index for index, read in enumerate(transition.reads)}
-    reads = [
-        (node, places[result])
-        for index, result in enumerate(step.results)
-        for node in results.get(len(step.states) + index, ())
-    ]
-    first = None if is_filled(call.init[0], 0) and _is_spanned(transition) else call.init[0]
-    emitter = ScanEmitter(
-        transition=transition,
-        given=given,
-        first=first,
-        final=tuple(results.get(0, ())),
-        reads=tuple(reads),
-        attrs=_attributes(form, transition),
-        numbers=step.sizes,
-        places=((first, 0), *((node, 1) for node in call.xs), *((node, 0) for node in call.given)),
-    )
+    emitter, step = _emitter(call, form, transition, results), form.step
+    given = emitter.given
     time = Axis(as_size(known_tensor(call.xs[0]).shape[0]))
     inputs = {each.node: _dims(each.node, time if each.over_time else None) for each in given.values()}
     unused = {node: _dims(node, time) for node in call.xs}
@@ -85,7 +59,7 @@ def finished(
     axes = {axis for each in (*inputs.values(), *interior.values(), *dims.values()) for dim in each for axis in dim}
     scales, rows = _scales(transition, given, step.sizes), _poisoned(transition, given, time)
     known = {node: Input(each, scale=scales.get(node, 1.0), rows=rows.get(node, ())) for node, each in inputs.items()}
-    formula = text_of(transition, {atom: step.names[form.atoms[atom]] for atom in used})
+    formula = text_of(transition, {atom: step.names[form.atoms[atom]] for atom in given})
     output, *others = emitter.outputs
     return Match(
         OP,
@@ -100,6 +74,34 @@ def finished(
         ),
         Found(emitter.attrs, emitter.facts(time.size, needs_grad), known, {}, emitter, formula),
         Trial(pinned=frozenset(axes - {time}), masked_rows_count=False),
+    )
+
+
+def _emitter(call: ScanCall, form: StepForm, transition: Transition, results: dict[int, list[fx.Node]]) -> ScanEmitter:
+    """Where the operands and results of a transition are in the graph."""
+    step = form.step
+    outer = dict(zip((*step.slices, *step.given), (*call.xs, *call.given), strict=True))
+    atoms = {atom: form.atoms[atom] for atom in sorted(_atoms(transition))}
+    given = {atom: Given(outer[node], node in step.slices, shape_of(node.meta["val"])) for atom, node in atoms.items()}
+    driving = {atom for whole in transition.operands() for atom in whole.atoms if atom in given}
+    if not any(given[atom].over_time for atom in driving):
+        raise RefusedError("NOTHING_OVER_TIME", "every step does the same", "a power of one matrix is no scan")
+    places = {read.node: index for index, read in enumerate(transition.reads)}
+    reads = [
+        (node, places[result])
+        for index, result in enumerate(step.results)
+        for node in results.get(len(step.states) + index, ())
+    ]
+    first = None if is_filled(call.init[0], 0) and _is_spanned(transition) else call.init[0]
+    return ScanEmitter(
+        transition=transition,
+        given=given,
+        first=first,
+        final=tuple(results.get(0, ())),
+        reads=tuple(reads),
+        attrs=_attributes(form, transition),
+        sizes=step.sizes,
+        places=((first, 0), *((node, 1) for node in call.xs), *((node, 0) for node in call.given)),
     )
 
 
@@ -145,9 +147,9 @@ def _atoms(transition: Transition) -> set[Atom]:
     return {atom for whole in transition.sums() for atom in whole.atoms if atom.kind in ("given", "mask")}
 
 
-def _scales(transition: Transition, given: Mapping[Atom, Given], numbers: SizePlaceholders) -> dict[fx.Node, float]:
+def _scales(transition: Transition, given: Mapping[Atom, Given], sizes: StepSizes) -> dict[fx.Node, float]:
     """For keys that erase: their length is about one, as that of the keys of models is, or a state would grow."""
-    size = numbers.hint(math.prod(transition.space[key] for key in transition.keys))
+    size = sizes.hint(product(transition.space[key] for key in transition.keys))
     sums = [part for u in transition.updates if u.erase is not None for part in (u.left, u.erase)]
     factors = {each for whole in sums for term in whole.terms for each in term.factors if each.atom in given}
     keyed = {each.atom for each in factors if set(transition.keys) & set(each.indices)}

@@ -266,12 +266,12 @@ class _Loop:
             kind = {"dtype": node.meta["val"].dtype}
             mask = copies[node]
             with self.around.mode:
-                mask.meta = _example(self.step.example(node).bool())
+                mask.meta = _example(node.meta["val"].bool())
             copies[node] = graph.call_function(aten._to_copy.default, (mask,), kind)
         for node in part.nodes:
             copies[node] = graph.node_copy(node, copies.__getitem__)
         for node, copy in copies.items():
-            copy.meta = _example(self.step.example(node))
+            copy.meta = _example(node.meta["val"])
         results = (*(self.step.carried[state] for state in part.states), *part.wanted)
         graph.output([copies[node] for node in results])
         return graph

@@ -10,25 +10,26 @@ A dimension may be the product of several indices (``[b, h, (k v)]``), and one o
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from lz_compile.passes.formula.axes import Axis, atoms, axes_of, fresh
+from lz_compile.ground.sizes import Size, product
+from lz_compile.passes.formula.axes import Axis, atoms, axes_of, fresh, quotient
 from lz_compile.passes.formula.axes import Dims as AxisDims
 from lz_compile.passes.loops.recurrence.index_terms import (
     IDENTITY,
     Atom,
     Factor,
     Kind,
+    SizedError,
     Term,
     UnreadableError,
     normal_term,
 )
 
 #: Of every dimension, the sizes of its indices.
-Dims: TypeAlias = "tuple[tuple[int, ...], ...]"
+Dims: TypeAlias = "tuple[tuple[Size, ...], ...]"
 
 #: Sums of more products are not read.
 MAX_TERMS = 200
@@ -48,7 +49,7 @@ class IndexSum:
     # ---- making -------------------------------------------------------------------------------------------------
 
     @staticmethod
-    def of_atom(atom: Atom, shape: Sequence[int]) -> IndexSum:
+    def of_atom(atom: Atom, shape: Sequence[Size]) -> IndexSum:
         """A tensor of this shape as itself."""
         return IndexSum.of_cut_atom(atom, dims_of(shape))
 
@@ -58,12 +59,12 @@ class IndexSum:
         return IndexSum(dims, {Term((Factor(atom, tuple(range(_count(dims)))),)): 1.0})
 
     @staticmethod
-    def of_number(number: float, shape: Sequence[int] = ()) -> IndexSum:
+    def of_number(number: float, shape: Sequence[Size] = ()) -> IndexSum:
         """The same number everywhere."""
         return IndexSum(dims_of(shape), {Term(): float(number)} if number else {})
 
     @staticmethod
-    def identity(size: int) -> IndexSum:
+    def identity(size: Size) -> IndexSum:
         """The identity matrix."""
         if size == 1:
             return IndexSum.of_number(1, (1, 1))
@@ -72,12 +73,12 @@ class IndexSum:
     # ---- reading ------------------------------------------------------------------------------------------------
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> tuple[Size, ...]:
         """The extents of the dimensions."""
-        return tuple(math.prod(dim) for dim in self.dims)
+        return tuple(map(product, self.dims))
 
     @property
-    def sizes(self) -> tuple[int, ...]:
+    def sizes(self) -> tuple[Size, ...]:
         """The extent of every free index."""
         return tuple(size for dim in self.dims for size in dim)
 
@@ -98,8 +99,9 @@ class IndexSum:
 
     # ---- arithmetic ---------------------------------------------------------------------------------------------
 
-    def scaled(self, number: float) -> IndexSum:
+    def scaled(self, number: Any) -> IndexSum:
         """Times a number."""
+        _refuse_sizes(number)
         return IndexSum(self.dims, {term: value * number for term, value in self.terms.items()} if number else {})
 
     def plus(self, other: IndexSum, scale: float = 1.0) -> IndexSum:
@@ -177,17 +179,17 @@ class IndexSum:
         Raises:
             UnreadableError: the dimensions do not factor.
         """
-        runs: dict[Axis, tuple[int, ...]] = {}
-        cuts: list[int] = []
+        runs: dict[Axis, tuple[Size, ...]] = {}
+        cuts: list[Size] = []
         for own, dim in zip(self.dims, map(atoms, source), strict=True):
-            sizes = [int(axis.size) for axis in dim]
+            sizes = [axis.size for axis in dim]
             cuts += _flat(refinement(own, sizes))
             for axis, run in zip(dim, refinement(sizes, own), strict=True):
                 if runs.setdefault(axis, run) != run:
                     raise UnreadableError("the diagonal of what is cut in other pieces")
         places, count = dict[Axis, int](), 0
         for axis in axes_of(result):
-            places[axis], count = count, count + len(runs.setdefault(axis, (int(axis.size),)))
+            places[axis], count = count, count + len(runs.setdefault(axis, (axis.size,)))
         dims = tuple(tuple(_flat(runs[axis] for axis in atoms(dim))) for dim in result)
         order = [places[axis] + i for axis in axes_of(source) for i in range(len(runs[axis]))]
         return self._split(cuts)._placed(dims, dict(enumerate(order)))
@@ -197,9 +199,9 @@ class IndexSum:
         dim %= len(self.dims) + 1
         return IndexSum((*self.dims[:dim], (), *self.dims[dim:]), self.terms)
 
-    def expanded(self, shape: Sequence[int]) -> IndexSum:
+    def expanded(self, shape: Sequence[Size]) -> IndexSum:
         """Broadcast to a shape."""
-        result = fresh([max(size, 1) for size in shape])
+        result = fresh([size or 1 for size in shape])
         own = result[len(result) - len(self.dims) :]
         return self.moved(result, tuple(dim if mine else () for mine, dim in zip(self.dims, own, strict=True)))
 
@@ -225,17 +227,17 @@ class IndexSum:
             here, there = here + len(mine), there + len(other)
         return self._placed(dims, place)
 
-    def _split(self, sizes: Sequence[int]) -> IndexSum:
+    def _split(self, sizes: Sequence[Size]) -> IndexSum:
         """With free indices cut into factors, so that they have these sizes."""
         if tuple(sizes) == self.sizes:
             return self
         runs: dict[int, tuple[int, ...]] = {}
         queue, dims = list(enumerate(sizes)), []
         for dim, own in zip(self.places, self.dims, strict=True):
-            cut: list[int] = []
+            cut: list[Size] = []
             for index, size in zip(dim, own, strict=True):
                 run: list[int] = []
-                while math.prod(sizes[position] for position in run) < size:
+                while product(sizes[position] for position in run) != size:
                     run.append(queue.pop(0)[0])
                 runs[index] = tuple(run)
                 cut.extend(sizes[position] for position in run)
@@ -260,12 +262,12 @@ def as_sum(value: object) -> IndexSum:
     raise UnreadableError(f"an argument {value!r}")
 
 
-def dims_of(shape: Sequence[int]) -> Dims:
+def dims_of(shape: Sequence[Size]) -> Dims:
     """One index for every dimension, none for those of size one."""
     return tuple(() if size == 1 else (size,) for size in shape)
 
 
-def refinement(first: Sequence[int], second: Sequence[int]) -> list[tuple[int, ...]]:
+def refinement(first: Sequence[Size], second: Sequence[Size]) -> list[tuple[Size, ...]]:
     """For every size of ``first``, the factors in which it has to be cut for those of ``second`` to be products of them.
 
     Raises:
@@ -274,16 +276,14 @@ def refinement(first: Sequence[int], second: Sequence[int]) -> list[tuple[int, .
     runs, rest = [], list(second)
     for size in first:
         run, left = [], size
-        while left > 1:
-            if not rest:
+        while left != 1:
+            over = quotient(left, rest[0]) if rest else None
+            under = quotient(rest[0], left) if rest and over is None else 1
+            if not rest or under is None:
                 raise UnreadableError(f"{tuple(first)} does not regroup as {tuple(second)}")
-            part = min(left, rest[0])
-            if left % part or rest[0] % part:
-                raise UnreadableError(f"{tuple(first)} does not regroup as {tuple(second)}")
-            run.append(part)
-            left //= part
-            rest[0] //= part
-            if rest[0] == 1:
+            run.append(left if over is None else rest[0])
+            left, rest[0] = (1 if over is None else over), under
+            if under == 1:
                 rest.pop(0)
         runs.append(tuple(run))
     if rest:
@@ -317,8 +317,9 @@ class _Collector:
         self._free = free
         self.terms: dict[Term, float] = {}
 
-    def add(self, factors: tuple[Factor, ...], bound: tuple[int, ...], number: float) -> None:
+    def add(self, factors: tuple[Factor, ...], bound: tuple[Size, ...], number: float) -> None:
         term, scale = normal_term(factors, bound)
+        _refuse_sizes(scale)
         added = number * scale
         before = self.terms.pop(term, 0.0)
         total = before + added
@@ -332,7 +333,7 @@ def _aligned(one: IndexSum, two: IndexSum) -> tuple[IndexSum, IndexSum, Dims]:
     """Both with the same free indices, as broadcasting joins their dimensions."""
     rank = max(len(one.dims), len(two.dims))
     pairs = [((),) * (rank - len(each.dims)) + each.dims for each in (one, two)]
-    cuts: list[list[int]] = [[], []]
+    cuts: list[list[Size]] = [[], []]
     for first, second in zip(*pairs, strict=True):
         runs = (first, second)
         if first and second and first != second:
@@ -359,8 +360,13 @@ def _shifted(term: Term, by: int) -> tuple[Factor, ...]:
     return tuple(Factor(factor.atom, tuple(map(shift, factor.indices))) for factor in term.factors)
 
 
-def _flat(runs: Iterable[Iterable[int]]) -> tuple[int, ...]:
+def _flat(runs: Iterable[Iterable[Size]]) -> tuple[Size, ...]:
     return tuple(size for run in runs for size in run)
+
+
+def _refuse_sizes(number: Any) -> None:
+    if not isinstance(number, (int, float)):
+        raise SizedError(f"{number}, a symbolic size, as a factor")
 
 
 def _count(dims: Dims) -> int:

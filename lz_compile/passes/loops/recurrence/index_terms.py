@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from operator import and_
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
+
+from lz_compile.ground.sizes import Size
 
 Kind: TypeAlias = Literal["state", "given", "mask", "identity"]
 
@@ -21,6 +23,10 @@ _EXHAUSTIVE = 4
 
 class UnreadableError(Exception):
     """Something that has no form as a sum of products."""
+
+
+class SizedError(UnreadableError):
+    """A product has a symbolic size as a factor."""
 
 
 @dataclass(frozen=True, order=True)
@@ -52,7 +58,7 @@ class Term:
     """A product; ``bound`` are the sizes of the indices -1, -2, ... that it is summed over."""
 
     factors: tuple[Factor, ...] = ()
-    bound: tuple[int, ...] = ()
+    bound: tuple[Size, ...] = ()
 
     def of(self, kind: Kind) -> tuple[Factor, ...]:
         """The factors of one kind."""
@@ -66,13 +72,21 @@ class Term:
         return Term(tuple(left), self.bound)
 
     @property
+    def order(self) -> tuple[Any, ...]:
+        """By what products are sorted."""
+        return self.factors, tuple(map(str, self.bound))
+
+    @property
     def indices(self) -> frozenset[int]:
         """Every index of a factor."""
         return frozenset(index for factor in self.factors for index in factor.indices)
 
 
-def normal_term(factors: Sequence[Factor], bound: Sequence[int]) -> tuple[Term, float]:
-    """The same product with identities followed, masks not repeated and summed indices in a fixed order, and a number."""
+def normal_term(factors: Sequence[Factor], bound: Sequence[Size]) -> tuple[Term, Any]:
+    """The same product with identities followed, masks not repeated and summed indices in a fixed order, and a number.
+
+    The number is a size where that is symbolic.
+    """
     kept, scale = _contracted(factors), 1.0
     used = {index for factor in kept for index in factor.indices}
     for position, size in enumerate(bound):
@@ -83,7 +97,7 @@ def normal_term(factors: Sequence[Factor], bound: Sequence[int]) -> tuple[Term, 
     orders: Iterable[Sequence[int]] = [inner]
     if len(inner) > 1:
         orders = itertools.permutations(inner) if len(inner) <= _EXHAUSTIVE else [_by_use(inner, kept)]
-    return min((_numbered(kept, order, sizes) for order in orders), key=lambda t: (t.factors, t.bound)), scale
+    return min((_numbered(kept, order, sizes) for order in orders), key=lambda found: found.order), scale
 
 
 def _followed(before: Sequence[Factor], after: Sequence[Factor]) -> frozenset[int]:
@@ -123,7 +137,7 @@ def _by_use(inner: Sequence[int], factors: Sequence[Factor]) -> list[int]:
     return sorted(inner, key=use)
 
 
-def _numbered(factors: Sequence[Factor], order: Sequence[int], sizes: Mapping[int, int]) -> Term:
+def _numbered(factors: Sequence[Factor], order: Sequence[int], sizes: Mapping[int, Size]) -> Term:
     place = {index: -1 - position for position, index in enumerate(order)}
     places = {index: place.get(index, index) for factor in factors for index in factor.indices}
     return Term(tuple(sorted(factor.at(places) for factor in factors)), tuple(sizes[index] for index in order))

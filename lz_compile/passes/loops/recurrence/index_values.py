@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from lz_compile.ground.sizes import Shape, Size
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum, mapped
 from lz_compile.passes.loops.recurrence.index_terms import IDENTITY, Atom, Factor, Term, common
 
@@ -29,15 +30,15 @@ TIME = -1_000_000
 class Source:
     """Where the values of an atom are: a tensor with time as its first dimension (``over_time``), or without.
 
-    ``shape`` is its shape without time, where that of the value is not in the numbers of a sum.
+    ``shape`` is its shape without time, where that of the value is not in the sizes of a sum.
     """
 
     value: Any
     over_time: bool
-    shape: tuple[int, ...] | None = None
+    shape: Shape | None = None
 
     @property
-    def sizes(self) -> list[int]:
+    def sizes(self) -> list[Size]:
         """The shape without time."""
         return list(self.value.shape[int(self.over_time) :] if self.shape is None else self.shape)
 
@@ -51,14 +52,14 @@ class Values:
         sizes: of the free indices.
         dtype: in which is computed; a tensor that is taken as it is keeps its own.
         like: any tensor on the device.
-        extent: what a size of a sum is where it stands for another one.
+        extent: what a size of a sum is in the graph that is made, or run.
     """
 
     source: Callable[[Atom], Source]
-    sizes: Mapping[int, int]
+    sizes: Mapping[int, Size]
     dtype: torch.dtype
     like: Any
-    extent: Callable[[int], Any] = lambda number: number
+    extent: Callable[[Size], Any] = lambda size: size
 
     def of(self, whole: IndexSum, groups: Sequence[Sequence[int]], leak: IndexSum | None = None) -> Any:
         """The sum as a tensor with one dimension for each group of free indices (or :data:`TIME`).
@@ -111,9 +112,7 @@ class Values:
         if shared:
             rest = mapped(whole, lambda term: term.without(shared))
             return self._times(shared, (), order, chosen) * self._sum(rest, order, chosen)
-        ordered = sorted(
-            whole.terms.items(), key=lambda entry: (not entry[0].factors, entry[0].factors, entry[0].bound)
-        )
+        ordered = sorted(whole.terms.items(), key=lambda entry: (not entry[0].factors, entry[0].order))
         parts = [self._product(term, number, order, chosen) for term, number in ordered]
         return reduce(operator.add, parts) if parts else 0.0
 

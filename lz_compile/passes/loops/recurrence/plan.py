@@ -19,6 +19,7 @@ from lz_compile.passes.graph.walks import needed, reached
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_homes import FREE
 from lz_compile.passes.loops.recurrence.step_rules import moves_only
+from lz_compile.passes.loops.recurrence.step_sizes import elements
 from lz_compile.passes.loops.recurrence.transition import Transition, transition_of
 
 aten = torch.ops.aten
@@ -107,7 +108,7 @@ def plan_of(form: StepForm) -> Plan:
 
 
 def _numbers(nodes: Iterable[fx.Node]) -> int:
-    return sum(node.meta["val"].numel() for node in nodes)
+    return sum(elements(node) for node in nodes)
 
 
 class _Planner:
@@ -226,7 +227,7 @@ class _Planner:
             if len(operands) != 1:
                 break
             current = operands[0]
-            if current.meta["val"].numel() > node.meta["val"].numel():
+            if elements(current) > elements(node):
                 break
             found = self._score(component, current)
             if found > score or (found == score and computes):
@@ -244,8 +245,8 @@ class _Planner:
         """The state itself for every read, where it is not larger than what is read."""
         (state,) = self.form.components[component]
         old, new = self.step.states[state], self.step.carried[state]
-        largest = max((node.meta["val"].numel() for node in wanted), default=0)
-        return [(new,)] if largest >= new.meta["val"].numel() and old not in wanted else []
+        largest = max((elements(node) for node in wanted), default=0)
+        return [(new,)] if largest >= elements(new) and old not in wanted else []
 
     def _looked_at(self, component: int) -> tuple[fx.Node, ...]:
         """What others need of a step without a known structure: of what it computes anyway, the last."""

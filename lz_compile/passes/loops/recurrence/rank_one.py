@@ -28,7 +28,7 @@ def products_of(products: Iterable[Product], dims: Dims) -> list[Outer]:
 def _parallel(rows: Mapping[Term, Mapping[Term, float]], dims: Dims) -> list[Outer]:
     found: dict[tuple[tuple[Term, float], ...], dict[Term, float]] = {}
     for term, row in rows.items():
-        entries = sorted(row.items(), key=lambda entry: (entry[0].factors, entry[0].bound))
+        entries = sorted(row.items(), key=lambda entry: entry[0].order)
         lead = entries[0][1]
         direction = tuple((other, number / lead) for other, number in entries)
         found.setdefault(direction, {})[term] = lead
@@ -63,11 +63,11 @@ def paired(
 
 def _content(whole: IndexSum, keys: frozenset[int]) -> tuple[float, tuple[Factor, ...], IndexSum]:
     """A number and the factors without keys that all products share, and what is left."""
-    terms = sorted(whole.terms, key=lambda term: (term.factors, term.bound))
+    terms = sorted(whole.terms, key=lambda term: term.order)
     shared = common(*(term.factors for term in terms))
     outside = [each for each in shared if min(each.indices, default=0) >= 0 and not keys & set(each.indices)]
     core = mapped(whole, lambda term: term.without(outside))
-    lead = core.terms[min(core.terms, key=lambda term: (term.factors, term.bound))]
+    lead = core.terms[min(core.terms, key=lambda term: term.order)]
     return lead, tuple(outside), core.scaled(1 / lead)
 
 

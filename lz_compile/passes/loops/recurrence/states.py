@@ -108,12 +108,12 @@ def _changed(current: Restated, ambient: Ambient) -> Rebuilt | None:
 
 def _split(call: ScanCall, ambient: Ambient, around: Around) -> Rewritten | None:
     step = trace_step(call, ambient)
-    return None if step.sizes.symbols else split_states(call, step, around)
+    return None if step.sizes else split_states(call, step, around)
 
 
 def _joined(current: Restated, around: Around) -> Rewritten | None:
     plan = current.plan
-    states = None if plan is None or plan.form.step.sizes.symbols else coupled(plan.form)
+    states = None if plan is None or plan.form.step.sizes else coupled(plan.form)
     return None if plan is None or states is None else stack_states(current.call, plan.form, states, around)
 
 

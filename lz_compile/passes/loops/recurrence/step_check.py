@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from lz_compile.ground.isolation import isolated
+from lz_compile.ground.sizes import Size
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.walks import needed
@@ -16,6 +17,8 @@ from lz_compile.passes.loops.recurrence.index_sum import IndexSum
 from lz_compile.passes.loops.recurrence.index_terms import Atom
 from lz_compile.passes.loops.recurrence.index_values import Source, Values
 from lz_compile.passes.loops.recurrence.step_form import StepForm
+from lz_compile.passes.loops.recurrence.step_rules import shape_of
+from lz_compile.passes.loops.recurrence.step_sizes import elements, traced_shape
 from lz_compile.passes.loops.recurrence.transition import Transition
 from lz_compile.passes.proof.running import run
 
@@ -28,12 +31,10 @@ def check(form: StepForm, transition: Transition) -> None:
     """Compare one step by the transition with one as it is written.
 
     Raises:
-        RefusedError: they differ, or a size is not known.
+        RefusedError: they differ.
     """
     state = form.step.states[transition.state]
-    for node in form.step.states:
-        _check_sizes(node)
-    if state.meta["val"].numel() > _LARGEST:
+    if elements(state) > _LARGEST:
         return
     outputs = [form.step.carried[transition.state], *(read.node for read in transition.reads)]
     generator = torch.Generator().manual_seed(0)
@@ -45,8 +46,12 @@ def check(form: StepForm, transition: Transition) -> None:
     given[state] = _random(state, generator, is_mask=False)
     with isolated():
         written = _run(outputs, given, generator)
-    known = {Atom(node.name, kind): value for node, value in given.items() for kind in ("given", "mask")}
-    ours = _step(transition, known, given[state].reshape(transition.space))
+    known = {
+        Atom(node.name, kind): Source(value, False, shape_of(node))
+        for node, value in given.items()
+        for kind in ("given", "mask")
+    }
+    ours = _step(transition, known, given[state], form.step.sizes.hint)
     for node, value in zip(outputs, ours, strict=True):
         expected = written[node].reshape(value.shape)
         if not torch.allclose(value, expected, rtol=_TOLERANCE, atol=_TOLERANCE * float(1 + expected.abs().max())):
@@ -67,13 +72,16 @@ def poisoned(form: StepForm, node: fx.Node, held: Mapping[Atom, bool], nodes: It
     return found
 
 
-def _step(transition: Transition, known: Mapping[Atom, torch.Tensor], state: torch.Tensor) -> list[torch.Tensor]:
-    """The state after a step, and what is read, by the formula alone."""
-    rank = len(transition.space)
+def _step(
+    transition: Transition, known: Mapping[Atom, Source], state: torch.Tensor, hint: Callable[[Size], int]
+) -> list[torch.Tensor]:
+    """The state after a step, and what is read, by the formula alone, at the sizes that ``hint`` gives."""
+    rank, space = len(transition.space), list(map(hint, transition.space))
+    state = state.reshape(space)
 
-    def value(whole: IndexSum, sizes: Iterable[int] = transition.space) -> torch.Tensor:
+    def value(whole: IndexSum, sizes: Iterable[Size] = transition.space) -> torch.Tensor:
         sizes = tuple(sizes)
-        values = Values(lambda atom: Source(known[atom], False), dict(enumerate(sizes)), torch.float64, state)
+        values = Values(known.__getitem__, dict(enumerate(sizes)), torch.float64, state, hint)
         found: torch.Tensor = values.of(whole, [(index,) for index in range(len(sizes))])
         return found
 
@@ -85,31 +93,25 @@ def _step(transition: Transition, known: Mapping[Atom, torch.Tensor], state: tor
         new = new + value(update.left) * inner
     if transition.drive is not None:
         new = new + value(transition.drive)
-    found = [new.expand(transition.space)]
+    found = [new.expand(space)]
     looked = new if transition.mode == "after" else state
     for read in transition.reads:
         sizes = (*transition.space, *read.extras)
-        whole = looked.expand(transition.space).reshape((*transition.space, *(1 for _ in read.extras)))
+        extents = list(map(hint, sizes))
+        whole = looked.expand(space).reshape((*space, *(1 for _ in read.extras)))
         if read.query is not None:
             whole = whole * value(read.query, sizes)
         keys = [key for key in transition.keys if key not in read.places]
-        whole = whole.expand(sizes).sum(keys, keepdim=True) if keys else whole.expand(sizes)
+        whole = whole.expand(extents).sum(keys, keepdim=True) if keys else whole.expand(extents)
         order = [*read.places, *(index for index in range(rank + len(read.extras)) if index not in read.places)]
-        moved = whole.permute(order).reshape([sizes[place] for place in read.places])
+        moved = whole.permute(order).reshape([extents[place] for place in read.places])
         found.append(moved + value(read.rest, read.rest.sizes))
     return found
 
 
-def _check_sizes(node: fx.Node) -> None:
-    if any(isinstance(size, torch.SymInt) for size in node.meta["val"].shape):
-        text = f"{told(node)} has a size that stays a symbol while the step is read"
-        raise RefusedError("SIZE_UNKNOWN", text, "mark that dimension as static (torch._dynamo.mark_static)")
-
-
 def _random(node: fx.Node, generator: torch.Generator, *, is_mask: bool) -> torch.Tensor:
-    _check_sizes(node)
     example = node.meta["val"]
-    value = torch.randn(tuple(example.shape), generator=generator, dtype=torch.float64)
+    value = torch.randn(traced_shape(node), generator=generator, dtype=torch.float64)
     if not is_mask:
         return value
     return value > 0 if example.dtype == torch.bool else (value > 0).double()

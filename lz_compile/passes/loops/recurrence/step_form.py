@@ -18,7 +18,7 @@ from torch import fx
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, dims_of
-from lz_compile.passes.loops.recurrence.index_terms import Atom, Factor, UnreadableError
+from lz_compile.passes.loops.recurrence.index_terms import Atom, SizedError, UnreadableError
 from lz_compile.passes.loops.recurrence.step_homes import FREE, homes, is_delay, is_tensor, prepare
 from lz_compile.passes.loops.recurrence.step_rules import (
     LOGICAL,
@@ -28,6 +28,7 @@ from lz_compile.passes.loops.recurrence.step_rules import (
     cancelled,
     shape_of,
 )
+from lz_compile.passes.loops.recurrence.step_sizes import elements
 from lz_compile.passes.loops.recurrence.step_trace import Step
 
 aten = torch.ops.aten
@@ -72,7 +73,7 @@ class StepForm:
 
     def with_atom(self, node: fx.Node, atom: Atom, wanted: fx.Node) -> IndexSum | None:
         """The value of ``wanted`` with ``node`` as an atom of its own, where that has a form."""
-        reader = _Reader(self.step, self.home, self.delays, cuts=self.cuts, multiples=self.multiples)
+        reader = _Reader(self.step, self.home, self.delays, cuts=self.cuts)
         reader.outer = dict(self.outer)
         reader.values.update({each: value for each, value in self.values.items() if self.home[each] == FREE})
         dims = self.values[node].dims if node in self.values else dims_of(shape_of(node))
@@ -82,44 +83,14 @@ class StepForm:
 
 
 def read_step(step: Step, indicators: frozenset[fx.Node] = frozenset()) -> StepForm:
-    """Read a step; ``indicators`` are inputs that hold nothing but zeros and ones.
-
-    With symbolic sizes, what is read differently where these are other ones has a size as a factor, and no form.
-    """
-    form = _read(step, indicators)
-    twin = step.twin
-    if twin is None:
-        return form
-    names, multiples = {mine.name for mine in indicators}, set[str]()
-    others = frozenset(each for each in twin.graph.nodes if each.name in names)
-    while True:
-        again = _read(twin, others, frozenset(multiples))
-        pairs = zip(step.graph.nodes, twin.graph.nodes, strict=True)
-        found = next((node for node, other in pairs if _differ(form.values.get(node), again.values.get(other))), None)
-        if found is None:
-            return form
-        assert found.name not in multiples, f"{found.name} is read though it has no form"
-        multiples.add(found.name)
-        form = _read(step, indicators, frozenset(multiples))
-
-
-def _differ(one: IndexSum | None, other: IndexSum | None) -> bool:
-    """Whether two sums are other ones even if their sizes stand for the same."""
-    return _numbers(one) != _numbers(other)
-
-
-def _numbers(value: IndexSum | None) -> dict[tuple[Factor, ...], float] | None:
-    return None if value is None else {term.factors: number for term, number in value.terms.items()}
-
-
-def _read(step: Step, indicators: frozenset[fx.Node], multiples: frozenset[str] = frozenset()) -> StepForm:
+    """Read a step; ``indicators`` are inputs that hold nothing but zeros and ones."""
     components, home = homes(step)
     if prepare(step, home):
         components, home = homes(step)
     delays = frozenset(i for i, states in enumerate(components) if is_delay(step, states))
     cuts: dict[fx.Node, Dims] = {}
     for _ in range(_MOST_CUTS):
-        reader = _Reader(step, home, delays, indicators, cuts, multiples)
+        reader = _Reader(step, home, delays, indicators, cuts)
         reader.read(list(step.graph.nodes))
         finer = _finer(step, reader.values)
         if not finer:
@@ -136,7 +107,7 @@ def _read(step: Step, indicators: frozenset[fx.Node], multiples: frozenset[str] 
         delays=delays,
         indicators=indicators,
         cuts=cuts,
-        multiples=multiples | reader.scaled,
+        multiples=frozenset(reader.scaled),
     )
 
 
@@ -159,7 +130,6 @@ class _Reader:
     delays: frozenset[int]
     indicators: frozenset[fx.Node] = frozenset()
     cuts: Mapping[fx.Node, Dims] = field(default_factory=dict)
-    multiples: frozenset[str] = frozenset()
     scaled: set[str] = field(default_factory=set)
     values: dict[fx.Node, IndexSum] = field(default_factory=dict)
     outer: dict[fx.Node, IndexSum] = field(default_factory=dict)
@@ -208,15 +178,13 @@ class _Reader:
         is_state = self.home[node] != FREE
         if rule is None:
             raise UnreadableError(f"{name} of {self._source(node)}" if is_state else name)
-        if node.name in self.multiples:
-            raise UnreadableError(f"{name} has a symbolic size as a factor")
         arguments = self._arguments(node, partial(self._operand, node))
         try:
             value = rule(node, *arguments[0], **arguments[1])
         except (TypeError, UnreadableError) as error:
-            if any(isinstance(each, fx.Node) and not is_tensor(each) for each in node.args):
+            if isinstance(error, SizedError) or any(isinstance(x, fx.Node) and not is_tensor(x) for x in node.args):
                 self.scaled.add(node.name)
-                raise UnreadableError(f"{name} has a symbolic size as an argument") from error
+                raise UnreadableError(f"{name} has a symbolic size as an argument or a factor") from error
             if isinstance(error, UnreadableError):
                 raise
             raise UnreadableError(f"{name} with unusual arguments") from error
@@ -259,9 +227,9 @@ class _Reader:
         return self.outer[node]
 
     def _outer_by_rule(self, node: fx.Node) -> IndexSum:
-        size = node.meta["val"].numel()
+        size = elements(node)
         operands = [each for each in node.all_input_nodes if self.home[each] != FREE]
-        sizes = [each.meta["val"].numel() for each in operands if is_tensor(each)]
+        sizes = [elements(each) for each in operands if is_tensor(each)]
         is_read = node in self.values and self.home[node] not in self.delays
         rule = _rule(node) if node.op == "call_function" else None
         if rule is None or (is_read and size <= max(sizes, default=size)):
@@ -319,5 +287,5 @@ def _chooses(node: fx.Node, value: IndexSum) -> bool:
 
     It is computed as it is written then: what gradients are of a condition that leaves out NaN, no sum of products says.
     """
-    sizes = (each.meta["val"].numel() for each in node.all_input_nodes if is_tensor(each))
-    return value.has("mask") and value.has("given") and node.meta["val"].numel() <= max(sizes, default=0)
+    sizes = (elements(each) for each in node.all_input_nodes if is_tensor(each))
+    return value.has("mask") and value.has("given") and elements(node) <= max(sizes, default=0)

@@ -12,6 +12,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from lz_compile.ground import sizes
+from lz_compile.ground.sizes import Shape, Size
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC, Arithmetic
 from lz_compile.passes.formula.axes import LayoutError, fresh
@@ -25,9 +27,9 @@ Value: TypeAlias = "IndexSum | float"
 Rule: TypeAlias = Callable[..., IndexSum]
 
 
-def shape_of(node: fx.Node) -> tuple[int, ...]:
+def shape_of(node: fx.Node) -> Shape:
     """The shape of the result."""
-    return tuple(node.meta["val"].shape)
+    return sizes.shape_of(node.meta["val"])
 
 
 def _computed(rule: Arithmetic) -> Rule:
@@ -72,7 +74,7 @@ def _sum(node: fx.Node, value: IndexSum, dims: Sequence[int] | None = None, keep
 
 def _mean(node: fx.Node, value: IndexSum, dims: Sequence[int] | None = None, keepdim: bool = False) -> IndexSum:
     found = _sum(node, value, dims, keepdim)
-    count = 1
+    count: Size = 1
     for dim in {each % len(value.dims) for each in dims or range(len(value.dims))}:
         count *= value.shape[dim]
     return found.scaled(1 / count)

@@ -1,23 +1,21 @@
 """One step of a scan as ATen operations without side effects, or why there is no such thing.
 
-Where sizes are symbolic, numbers stand for them (:mod:`size_placeholders`), and the operations that take sizes as arguments
-get them from operands of the step (:mod:`size_placeholders`).
+Operations that take symbolic sizes as arguments get them from operands of the step (:mod:`step_sizes`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-from lz_compile.ground.sizes import as_size
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.calls import constant_value
 from lz_compile.passes.graph.modes import Ambient, faking
@@ -26,17 +24,7 @@ from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of, value_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.graph.writes import overwritten
-from lz_compile.passes.loops.recurrence.size_placeholders import (
-    ATTEMPTS,
-    NO_SYMBOLS,
-    Place,
-    SizePlaceholders,
-    check_twins,
-    is_ambiguous,
-    name_sizes,
-    symbolic,
-    unchanged_sizes,
-)
+from lz_compile.passes.loops.recurrence.step_sizes import StepSizes, name_sizes
 
 aten = torch.ops.aten
 SCAN = torch.ops.higher_order.scan
@@ -103,8 +91,7 @@ class Step:
     """A step as a graph of ATen operations with example values in ``meta["val"]``.
 
     ``states``, ``slices`` and ``given`` are its inputs: what is carried, what time takes apart, what stays the same.
-    ``names`` are what the source calls them. Where there are symbolic ``sizes``, the example values have numbers in their
-    places, ``operands`` are the example values of the inputs as they are, and ``twin`` is the same step with other numbers.
+    ``names`` are what the source calls them, ``sizes`` say where those that are symbolic can be read.
     """
 
     module: fx.GraphModule
@@ -112,9 +99,7 @@ class Step:
     slices: tuple[fx.Node, ...]
     given: tuple[fx.Node, ...]
     names: Mapping[fx.Node, str]
-    sizes: SizePlaceholders = NO_SYMBOLS
-    operands: tuple[Any, ...] = ()
-    twin: Step | None = None
+    sizes: StepSizes = field(default_factory=StepSizes)
 
     @property
     def graph(self) -> fx.Graph:
@@ -137,24 +122,6 @@ class Step:
         """What the step gives besides."""
         return self.outputs[len(self.states) :]
 
-    def example(self, node: fx.Node) -> Any:
-        """The example value of a node with its sizes as they are."""
-        value = node.meta["val"]
-        return pytree.tree_map(self._as_it_is, value) if self.sizes.symbols else value
-
-    def _as_it_is(self, value: Any) -> Any:
-        numbers = value.shape if isinstance(value, torch.Tensor) else (value,)
-        extents = [self.sizes.extent(size, self._at) for size in numbers]
-        if not isinstance(value, torch.Tensor):
-            return extents[0]
-        mode = next(each.fake_mode for each in self.operands if isinstance(each, torch.Tensor))  # type: ignore[attr-defined]
-        with mode:
-            return in_order(torch.empty, extents, value.stride(), dtype=value.dtype, device=value.device)
-
-    def _at(self, place: Place) -> Any:
-        operand = self.operands[place.operand]
-        return operand if place.dim is None else operand.shape[place.dim]
-
 
 def trace_step(call: ScanCall, ambient: Ambient) -> Step:
     """The step of a scan in ATen operations, without writes and with equal ones merged.
@@ -166,64 +133,15 @@ def trace_step(call: ScanCall, ambient: Ambient) -> Step:
     values = [known_tensor(node) for node in call.init]
     values += [_slice(known_tensor(node)) for node in call.xs]
     values += [value_of(node) for node in call.given]
-    shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in values]
-    if any(size == 0 for shape in shapes if isinstance(shape, tuple) for size in shape if isinstance(size, int)):
+    if any(0 in shape_of(value) for value in values if isinstance(value, torch.Tensor)):
         raise RefusedError("STEP_SIZES", "sizes inside of a step are zero", "skip the loop where there is nothing")
-    if not any(map(symbolic, values)):
-        return _step(call, _module(call.body, values, ambient, values[0].fake_mode))  # type: ignore[attr-defined]
-    taken = list(_numbers(call.body))
-    for attempt in range(ATTEMPTS):
-        sizes = SizePlaceholders.of(shapes, taken, attempt)
-        module, other = (_at(call.body, values, sizes, ambient, second=second) for second in (False, True))
-        check_twins(module, other, sizes)
-        if not any(is_ambiguous(sizes, size) for size in unchanged_sizes(module, other)):
-            break
-    else:
-        raise RefusedError("STEP_SIZES", "no numbers can stand for the symbolic sizes", "compile with dynamic=False")
-    name_sizes(module, other, len(call.init), sizes)
-    return replace(_step(call, module), sizes=sizes, operands=tuple(values), twin=_step(call, other))
+    sizes = StepSizes.of(values)
+    return replace(_step(call, _module(call, values, ambient, sizes)), sizes=sizes)
 
 
-def _at(
-    body: fx.GraphModule, values: Sequence[Any], sizes: SizePlaceholders, ambient: Ambient, *, second: bool
-) -> fx.GraphModule:
-    """The trace of a step with numbers for its symbolic sizes."""
-    mode = FakeTensorMode()
-    found: list[Any] = []
-    with mode:
-        for value in values:
-            if not isinstance(value, torch.Tensor):
-                found.append(sizes.number(as_size(value), second=second))
-                continue
-            shape = [sizes.number(as_size(size), second=second) for size in value.shape]
-            strides = [stride if isinstance(stride, int) else int(stride.node.hint or 0) for stride in value.stride()]
-            found.append(in_order(torch.empty, shape, strides, dtype=value.dtype, device=value.device))
-    try:
-        return _module(body, found, ambient, mode)
-    except (RuntimeError, ValueError, IndexError) as error:  # one size may have to be the larger one: primes are not
-        text = f"a step does not run with numbers for its symbolic sizes: {error}"
-        raise RefusedError("STEP_SIZES", text, "compile with dynamic=False") from error
-
-
-def in_order(
-    make: Callable[..., torch.Tensor], shape: Sequence[Any], strides: Sequence[int], **kind: Any
-) -> torch.Tensor:
-    """A tensor without gaps, with its dimensions in memory in the order of ``strides``."""
-    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
-    whole = make([shape[dim] for dim in order], **kind)
-    return whole if order == sorted(order) else whole.permute([order.index(dim) for dim in range(len(order))])
-
-
-def _numbers(body: fx.GraphModule) -> Iterator[int]:
-    """Every whole number among the arguments of a step."""
-    for node in body.graph.nodes:
-        for value in pytree.tree_leaves((node.args, node.kwargs)):
-            parts = (value.start, value.stop, value.step) if isinstance(value, slice) else (value,)
-            yield from (part for part in parts if isinstance(part, int))
-
-
-def _module(body: fx.GraphModule, values: Sequence[Any], ambient: Ambient, mode: Any) -> fx.GraphModule:
+def _module(call: ScanCall, values: Sequence[Any], ambient: Ambient, sizes: StepSizes) -> fx.GraphModule:
     """A step as operations of ATen."""
+    body, mode = call.body, values[0].fake_mode
     module = traced(torch.func.functionalize(body), values, ambient, mode)
     if any(_writes(node) for node in module.graph.nodes):  # some compound operations write into tensors of their own
         module = traced(torch.func.functionalize(module), values, ambient, mode)
@@ -231,6 +149,8 @@ def _module(body: fx.GraphModule, values: Sequence[Any], ambient: Ambient, mode:
         _check(node)
         if node.target in _VIEWS:
             node.target = aten.reshape.default
+    if sizes:
+        name_sizes(module.graph, sizes, len(call.init))
     _merge_equal(module.graph)
     module.graph.eliminate_dead_code()
     module.recompile()
@@ -329,7 +249,11 @@ def _check(node: fx.Node) -> None:
     elif node.op == "get_attr":
         text = f"a step holds the constant tensor {node.target}"
         raise RefusedError("STEP_CONSTANT", text, "make it before the loop")
-    elif node.op == "call_function" and node.target is not operator.getitem:
+    elif (
+        node.op == "call_function"
+        and node.target is not operator.getitem
+        and not isinstance(node.meta["val"], (int, float, torch.SymInt, torch.SymFloat))
+    ):
         raise RefusedError("STEP_OPAQUE", f"a step calls {told(node)}, which is not looked into", "write it out")
 
 

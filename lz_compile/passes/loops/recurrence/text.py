@@ -74,7 +74,7 @@ def _sum(whole: IndexSum, letters: Mapping[int, str], names: Mapping[Atom, str])
         condition = _term(Term((mask,)), letters, names)
         return f"where({condition}, {_sum(there, letters, names)}, {_sum(gone, letters, names)})"
     parts: list[str] = []
-    for term, number in sorted(whole.terms.items(), key=lambda entry: (entry[0].factors, entry[0].bound)):
+    for term, number in sorted(whole.terms.items(), key=lambda entry: entry[0].order):
         text = _term(term, letters, names)
         size = f"{abs(number):.6g}"
         text = size if not text else text if size == "1" else f"{size} {text}"

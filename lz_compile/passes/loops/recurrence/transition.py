@@ -15,9 +15,10 @@ from typing import Literal, TypeAlias
 
 from torch import fx
 
+from lz_compile.ground.sizes import Size, product
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.walks import needed
-from lz_compile.passes.loops.recurrence.index_sum import IndexSum, substituted
+from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, substituted
 from lz_compile.passes.loops.recurrence.index_terms import (
     IDENTITY,
     Atom,
@@ -29,7 +30,7 @@ from lz_compile.passes.loops.recurrence.index_terms import (
 )
 from lz_compile.passes.loops.recurrence.rank_one import Product, paired, products_of
 from lz_compile.passes.loops.recurrence.step_form import StepForm
-from lz_compile.passes.loops.recurrence.step_rules import is_curved
+from lz_compile.passes.loops.recurrence.step_rules import is_curved, shape_of
 
 _MAX_RANK = 8
 #: More updates than this that nothing erases are one dense summand.
@@ -59,7 +60,7 @@ class Read:
 
     node: fx.Node
     query: IndexSum | None
-    extras: tuple[int, ...]
+    extras: tuple[Size, ...]
     places: tuple[int, ...]
     rest: IndexSum
     drops: IndexSum | None = None
@@ -74,7 +75,7 @@ class Transition:
     """
 
     state: int
-    space: tuple[int, ...]
+    space: tuple[Size, ...]
     keys: tuple[int, ...]
     values: tuple[int, ...]
     decay: IndexSum
@@ -82,7 +83,7 @@ class Transition:
     drive: IndexSum | None
     reads: tuple[Read, ...] = ()
     mode: Reads = "after"
-    shape: tuple[int, ...] = ()
+    shape: tuple[Size, ...] = ()
     drops: IndexSum | None = None
     leaks: Mapping[Role, IndexSum] = field(default_factory=dict)
 
@@ -159,7 +160,7 @@ def _check_affine(form: StepForm, component: int) -> None:
 class _Split:
     """``decay``: factors of the state itself; ``mixing``: products of what is written and what is read for it; the rest."""
 
-    space: tuple[int, ...]
+    space: tuple[Size, ...]
     keys: frozenset[int]
     decay: Mapping[Term, float]
     mixing: tuple[tuple[Term, Term, float], ...]
@@ -208,7 +209,7 @@ def _summed(own: Factor, places: Iterable[int]) -> dict[int, int]:
 # ---- roles ---------------------------------------------------------------------------------------------------------
 
 
-def _joined(state: int, space: tuple[int, ...], split: _Split, raw: Sequence[RawRead], mode: Reads) -> Transition:
+def _joined(state: int, space: tuple[Size, ...], split: _Split, raw: Sequence[RawRead], mode: Reads) -> Transition:
     keys = split.keys or _read_keys(raw) or (frozenset() if raw else _written_keys(split, len(space)))
     dims = tuple((size,) for size in space)
     reads = tuple(_read(each, keys, dims) for each in raw)
@@ -251,7 +252,7 @@ def _written_keys(split: _Split, rank: int) -> frozenset[int]:
     return frozenset()
 
 
-def _read(raw: RawRead, keys: frozenset[int], dims: tuple[tuple[int, ...], ...]) -> Read:
+def _read(raw: RawRead, keys: frozenset[int], dims: Dims) -> Read:
     sizes = (*(dim[0] for dim in dims), *raw.extras)
     terms: dict[Term, float] = {}
     for term, number in raw.terms:
@@ -325,7 +326,7 @@ class RawRead:
     node: fx.Node
     terms: tuple[tuple[Term, float], ...]
     summed: frozenset[int]
-    extras: tuple[int, ...]
+    extras: tuple[Size, ...]
     places: tuple[int, ...]
     rest: IndexSum
 
@@ -339,9 +340,9 @@ def _after(form: StepForm, state: int, whole: IndexSum, node: fx.Node) -> RawRea
     """As a read of the new state, or of something that can be taken for it where it is looked at."""
     atom, old = Atom(_NEW, "state"), form.state_atom(state)
     new, value = form.step.carried[state], form.values.get(node)
-    size = new.meta["val"].numel()
+    size = product(shape_of(new))
     inner = [each for each in reversed(needed([node], ())) if each in form.values and each is not new]
-    like = [each for each in inner if form.home[each] == form.home[new] and each.meta["val"].numel() == size]
+    like = [each for each in inner if form.home[each] == form.home[new] and product(shape_of(each)) == size]
     for candidate in [new, *(each for each in like if each not in form.step.states)]:
         found = form.with_atom(candidate, atom, node)
         if found is None or old in found.atoms or atom not in found.atoms:

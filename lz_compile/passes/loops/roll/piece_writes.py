@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -52,20 +52,36 @@ def piece_of(index: Any, tensor: torch.Tensor | None) -> Piece | None:
     return tuple(found)
 
 
+def _is_plain(index: Any, tensor: torch.Tensor | None) -> bool:
+    """Whether an index is of plain numbers, plain slices and whole dimensions, whatever the sizes are."""
+    elements = None if tensor is None else elements_of(index, tensor)
+    if elements is None:
+        return False
+    parts = [(each.start, each.stop, each.step) if isinstance(each, slice) else (each,) for each in elements]
+    return all(part is None or isinstance(part, int) for each in parts for part in each) and None not in elements
+
+
 def overlap(one: Piece, two: Piece) -> bool:
     """Whether two pieces of one tensor have an element in common."""
     pairs = zip(one, two, strict=True)
     return all(a is None or b is None or (a[0] < b[1] and b[0] < a[1]) for a, b in pairs)
 
 
-def store_pieces(graph: fx.Graph, may_edit: MayEdit) -> int:
-    """Spell such calls as stores, in place, where a tensor has as many of them as a loop has steps; how many there were."""
+def _is_looped(_buffer: fx.Node, count: int) -> bool:
+    return count >= LEAST_STEPS
+
+
+def store_pieces(graph: fx.Graph, may_edit: MayEdit, wanted: Callable[[fx.Node, int], bool] = _is_looped) -> int:
+    """Spell such calls as stores, in place; how many there were.
+
+    ``wanted`` is asked with a tensor and how many of them it has: where nothing else is said, as many as a loop has steps.
+    """
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
         if _target(node, found) is not None:
             found[node] = None
     buffers = Counter(_buffer(node, found) for node in found)
-    candidates = [node for node in found if buffers[_buffer(node, found)] >= LEAST_STEPS]
+    candidates = [node for node in found if wanted(buffer := _buffer(node, found), buffers[buffer])]
     if not candidates:
         return 0
     for node in candidates:
@@ -103,7 +119,7 @@ def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
         return False
     buffer = view.args[0]
     index = view.args[1]
-    if piece_of(index, tensor_of(buffer)) is None or _is_seen_later(view, node, effects) or is_returned(view):
+    if not _is_plain(index, tensor_of(buffer)) or _is_seen_later(view, node, effects) or is_returned(view):
         return False
     if _is_written_later(view, node, effects) or _changes_later(view, node, effects) or not may_edit(node):
         return False

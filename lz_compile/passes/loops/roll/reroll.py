@@ -236,7 +236,7 @@ class _Search:
                 found.append(loop)
                 self._taken[loop.steps.start : loop.steps.stop] = b"\1" * (loop.steps.stop - loop.steps.start)
                 pending.extend(self._free(run))
-            elif refusal is not None and reads_data(self._program.nodes[run.start : run.stop]):
+            elif refusal is not None and self._is_over_time(run):
                 node = self._program.nodes[run.start]
                 pieces = frozenset(self._program.nodes[run.start : run.stop])
                 misses[run.start] = NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node), pieces)
@@ -253,6 +253,26 @@ class _Search:
                 yield Run(start, stop, run.period)
             after = self._taken.find(0, stop, run.stop)
             start = run.stop if after < 0 else after
+
+    def _is_over_time(self, run: Run) -> bool:
+        """Whether what repeats goes along a dimension of some data: each step reads, or overwrites, a piece of its own.
+
+        Most of a stack of layers have parameters that no other layer reads.
+        """
+        readers: dict[fx.Node, set[int]] = {}
+        pieces: dict[fx.Node, set[str]] = {}
+        for position in range(run.start, run.stop):
+            node, leaves = self._program.nodes[position], self._program.leaves[position]
+            for parameter in parameters_of([leaves]):
+                readers.setdefault(parameter, set()).add((position - run.start) // run.period)
+            calls = (read(each) for each in (node, *leaves) if isinstance(each, fx.Node))
+            for call in filter(None, calls):
+                if call.name in _CUTTING and isinstance(call.input, fx.Node):
+                    index = call.node.args[1:2] if call.name == "setitem" else call.node.args[1:]
+                    pieces.setdefault(call.input, set()).add(f"{index}{call.node.kwargs}")
+        own = {step for steps in readers.values() if len(steps) == 1 for step in steps}
+        is_moving = any(len(found) >= LEAST_STEPS for found in pieces.values())
+        return is_moving and 2 * len(own) <= run.steps and reads_data(self._program.nodes[run.start : run.stop])
 
     def _loop(self, run: Run) -> tuple[Loop | None, RefusedError | None]:
         refusal: RefusedError | None = None
@@ -331,6 +351,8 @@ _FINAL = frozenset(
     {"LAYERS", "NO_STATE", "RANDOM", "MODE_CHANGES_INSIDE", "DATA_DEPENDENT", "NESTED_GRAPH", "INPUT_OVERWRITTEN"}
     | {"STEPS_UNREAD"}
 )
+#: Calls that read a piece of a tensor, or of several, or overwrite it.
+_CUTTING = frozenset({"getitem", "setitem", "select", "narrow"})
 #: Refusals of what is no loop over anything: the same calls on different things.
 _SILENT = frozenset({"LAYERS", "NO_STATE"})
 
