@@ -189,6 +189,14 @@ def _mask_as_a_factor_in_place(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Te
     return scores.softmax(-1) @ v
 
 
+def _exponentials_written_over_scores(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.25 + m
+    scores -= scores.amax(-1, keepdim=True)
+    scores.exp_()
+    scores /= scores.sum(-1, keepdim=True)
+    return scores @ v
+
+
 def _eval_dropout_by_its_old_name(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     return torch.dropout((q @ k.mT * 0.25 + m).softmax(-1), 0.5, train=False) @ v
 
@@ -214,6 +222,7 @@ def _an_attention_that_reads_another(q: Tensor, k: Tensor, v: Tensor, m: Tensor)
         _products_written_before_they_are_summed,
         _bias_scaled_in_place,
         _mask_as_a_factor_in_place,
+        _exponentials_written_over_scores,
         _eval_dropout_by_its_old_name,
         _query_overwritten_after_the_output,
         _an_attention_that_reads_another,
@@ -225,6 +234,8 @@ def test_overwritten_values_give_what_eager_gives(attention: Callable[..., Tenso
     got = torch.compile(attention, backend=backend, fullgraph=True)(*(x.clone() for x in inputs))
     torch.testing.assert_close(got, attention(*(x.clone() for x in inputs)), equal_nan=True)
     assert not backend.report.events, backend.why_not()
+    is_attention = attention is not _products_written_before_they_are_summed
+    assert any(match.rewritten for match in backend.report.matches) == is_attention, backend.why_not()
 
 
 # ---- shapes that are changed in place -----------------------------------------------------------------------------------
