@@ -52,6 +52,7 @@ def near_misses() -> dict[str, Lookalike]:
         "fill_of_minus_five": Lookalike(fill_of_minus_five, masked, "MASK_FILL_NOT_NEGLIGIBLE"),
         "mask_multiplies_scores": Lookalike(mask_multiplies_scores, (*qkv, other), "SCALE_BY_SCORE"),
         "denominator_of_another_mask": Lookalike(denominator_of_another_mask, (*masked, other), "DENOMINATOR"),
+        "denominator_without_the_mask": Lookalike(denominator_without_the_mask, masked, "DENOMINATOR_OF_ANOTHER_SUM"),
         "exponentials_not_divided": Lookalike(exponentials_not_divided, qkv, "NOT_NORMALISED"),
         "key_overwritten_in_between": Lookalike(key_overwritten_in_between, qkv, "OPERAND_MUTATED"),
         "scores_overwritten_through_a_view": Lookalike(scores_overwritten_through_a_view, qkv, "OPERAND_MUTATED"),
@@ -138,6 +139,12 @@ def denominator_of_another_mask(query: Tensor, key: Tensor, value: Tensor, keep:
     scores = scores - scores.amax(-1, keepdim=True)
     above, below = scores.masked_fill(~keep, -torch.inf).exp(), scores.masked_fill(~other, -torch.inf).exp()
     return (above / below.sum(-1, keepdim=True)) @ value
+
+
+def denominator_without_the_mask(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
+    """Masked exponentials meet the values, and what divides them is the sum of all."""
+    weights = _scores(query, key).exp()
+    return (weights * keep) @ value / weights.sum(-1, keepdim=True)
 
 
 def exponentials_not_divided(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

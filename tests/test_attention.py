@@ -189,6 +189,14 @@ def _mask_as_a_factor_in_place(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Te
     return scores.softmax(-1) @ v
 
 
+def _exponentials_written_over_scores(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
+    scores = q @ k.mT * 0.25 + m
+    scores -= scores.amax(-1, keepdim=True)
+    scores.exp_()
+    scores /= scores.sum(-1, keepdim=True)
+    return scores @ v
+
+
 def _eval_dropout_by_its_old_name(q: Tensor, k: Tensor, v: Tensor, m: Tensor) -> Tensor:
     return torch.dropout((q @ k.mT * 0.25 + m).softmax(-1), 0.5, train=False) @ v
 
@@ -225,6 +233,12 @@ def test_overwritten_values_give_what_eager_gives(attention: Callable[..., Tenso
     got = torch.compile(attention, backend=backend, fullgraph=True)(*(x.clone() for x in inputs))
     torch.testing.assert_close(got, attention(*(x.clone() for x in inputs)), equal_nan=True)
     assert not backend.report.events, backend.why_not()
+
+
+def test_exponentials_written_over_scores_are_read() -> None:
+    inputs = (*qkv(), heads(19, 23))
+    got = rewritten(_exponentials_written_over_scores, *inputs, lock={"attention": "lz.blocked"})
+    torch.testing.assert_close(got, _exponentials_written_over_scores(*inputs))
 
 
 # ---- shapes that are changed in place -----------------------------------------------------------------------------------

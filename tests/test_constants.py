@@ -161,15 +161,28 @@ def valued(fn: Callable[..., Tensor], *arguments: Tensor, dynamic: bool = False)
     return evaluate(effects_of(module), output_of(module))
 
 
-def test_what_constants_make_is_computed() -> None:
-    def made(x: Tensor) -> Tensor:
-        mask = torch.zeros(x.shape[1], 4)
-        mask[1:, 0] = 2
-        return torch.kron(mask, torch.ones(1, 2)).cumsum(0)
+def written_once(x: Tensor) -> Tensor:
+    """A mask of which a part was written in place."""
+    mask = torch.zeros(x.shape[1], 4)
+    mask[1:, 0] = 2
+    return torch.kron(mask, torch.ones(1, 2)).cumsum(0)
 
-    found = valued(made, torch.zeros(2, 3))
+
+def written_and_read_twice(x: Tensor) -> Tensor:
+    """The mask of shifted windows: numbers of regions, written in place, then compared with each other."""
+    regions = torch.zeros(x.shape[1], 4)
+    regions[1:, :2] = 1
+    regions[1:, 2:] = 2
+    regions = regions.view(-1)
+    distance = regions[None] - regions[:, None]
+    return distance.masked_fill(distance != 0, -100.0).masked_fill(distance == 0, 0.0)
+
+
+@pytest.mark.parametrize("make", [written_once, written_and_read_twice])
+def test_what_constants_make_is_computed(make: Callable[..., Tensor]) -> None:
+    found = valued(make, torch.zeros(2, 3))
     assert isinstance(found, Constant)
-    assert torch.equal(found.value, made(torch.zeros(2, 3)))
+    assert torch.equal(found.value, make(torch.zeros(2, 3)))
 
 
 @pytest.mark.parametrize(

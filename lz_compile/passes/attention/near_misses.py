@@ -182,7 +182,7 @@ def _is_from_outside(region: Region, call: Call, product: fx.Node) -> bool:
     outer = None if last is None or tensor is None else contraction.read(region, last, fresh(shape_of(tensor)))
     if outer is None or any(is_weight(factor.node) for factor in (outer.left, outer.right)):
         return False
-    is_left = region.reaches(outer.left.node, _NORMALISED | _EXPONENTIALS)
+    is_left = region.reaches(outer.left.node, _NORMALISED | _EXPONENTIALS, outer.call.node)
     weights, values = (outer.left, outer.right) if is_left else (outer.right, outer.left)
     sources = _made_of(region.effects, call.input)
     return (

@@ -209,12 +209,7 @@ def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: 
         )
     summand = _summand(region, total, dims, keys)
     gain = _ratio(expression, total, summand, region.effects.name(region.leaves[total].node) == "logsumexp")
-    if region_axes(region, gain) & set(atoms(keys)) or gain.has(sympy.exp):
-        raise RefusedError(
-            "DENOMINATOR_OF_ANOTHER_SUM",
-            "the exponentials are divided by the sum of something else",
-            "normalise by the sum over the same, equally masked, exponentials",
-        )
+    _check_same_sum(region, gain, keys)
     scores, keep = _logarithm(summand)
     is_logarithm = region.effects.name(region.leaves[total].node) == "logsumexp"
     return Probabilities(scores, dims, gain, keep, is_exponential=not is_logarithm, rounds_masked_rows=is_logarithm)
@@ -229,7 +224,19 @@ def divided_by_sum(
         return None
     summand = _summand(region, sums[0], found.dims, keys)
     gain = _ratio(expression / product, sums[0], summand / found.unnormalised, False)
-    return None if gain.has(product) or gain.has(sums[0]) or gain.has(sympy.exp) else gain
+    if gain.has(product) or gain.has(sums[0]):
+        return None
+    _check_same_sum(region, gain, keys)
+    return gain
+
+
+def _check_same_sum(region: Region, gain: sympy.Expr, keys: tuple[Axis, ...]) -> None:
+    if region_axes(region, gain) & set(atoms(keys)) or gain.has(sympy.exp):
+        raise RefusedError(
+            "DENOMINATOR_OF_ANOTHER_SUM",
+            "the exponentials are divided by the sum of something else",
+            "normalise by the sum over the same, equally masked, exponentials",
+        )
 
 
 def _ratio(expression: sympy.Expr, total: sympy.Symbol, summand: sympy.Expr, is_logarithm: bool) -> sympy.Expr:

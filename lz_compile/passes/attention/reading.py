@@ -53,7 +53,9 @@ class Reader:
             LayoutError: a layout has no exact form in axes.
         """
         if not any(
-            self.region.reaches(node, SOFTMAX) for node in self.call.node.all_input_nodes if tensor_of(node) is not None
+            self.region.reaches(node, SOFTMAX, self.call.node)
+            for node in self.call.node.all_input_nodes
+            if tensor_of(node) is not None
         ):
             return None
         dims = fresh(shape_of(known_tensor(self.call.node)))
@@ -65,7 +67,7 @@ class Reader:
         if any(axis.size == 0 for axis in outer.summed):  # no keys: nothing is computed
             return None
         for weights, value in ((outer.left, outer.right), (outer.right, outer.left)):
-            if outer.summed and self.region.reaches(weights.node, SOFTMAX):
+            if outer.summed and self.region.reaches(weights.node, SOFTMAX, outer.call.node):
                 found = self._match(outer, weights, value, output, output_dims)
                 if found is not None:
                     return found

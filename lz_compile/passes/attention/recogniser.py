@@ -92,7 +92,8 @@ def _read(effects: Effects, call: Call, masks: Meanings) -> Match | NearMiss | N
 
 def _unclear(region: Region, call: Call, error: LayoutError) -> NearMiss | None:
     """A near miss where a softmax over a product could not be read for its layout."""
-    if not any(region.reaches(node, SOFTMAX) and region.reaches(node, SCORES) for node in call.node.all_input_nodes):
+    operands = call.node.all_input_nodes
+    if not any(all(region.reaches(node, goal, call.node) for goal in (SOFTMAX, SCORES)) for node in operands):
         return None
     reason = Reason("LAYOUT_UNCLEAR", f"the dimensions do not come apart into axes: {error}")
     return NearMiss(OP, call.node, reason, "reshape along whole heads and positions", where_of(call.node))
@@ -102,7 +103,7 @@ def _reshaped(effects: Effects, call: Call, node: fx.Node, writer: fx.Node) -> N
     """A near miss where an attention holds a tensor whose shape, as far as Dynamo tells, is a later one."""
     region = Region(effects)
     is_attention = call.name == "scaled_dot_product_attention" or any(
-        region.reaches(operand, SOFTMAX) for operand in call.node.all_input_nodes
+        region.reaches(operand, SOFTMAX, call.node) for operand in call.node.all_input_nodes
     )
     if not is_attention:
         return None

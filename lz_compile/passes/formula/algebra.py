@@ -184,8 +184,9 @@ class Region:
             self.readers[node] = reader
         return node
 
-    def reaches(self, node: fx.Node, goal: frozenset[str]) -> bool:
-        """Whether a call named in ``goal`` is found behind pointwise and layout operations only."""
+    def reaches(self, node: fx.Node, goal: frozenset[str], reader: fx.Node | None = None) -> bool:
+        """Whether a call named in ``goal`` is found behind pointwise and layout operations only, as ``reader`` sees it."""
+        node = node if reader is None else self.effects.current(node, reader)
         return self.effects.reaches(node, goal, lambda: self._search(node, goal))
 
     def _search(self, node: fx.Node, goal: frozenset[str]) -> bool:
@@ -196,7 +197,7 @@ class Region:
             return True
         if call.name not in POINTWISE and call.name not in _THROUGH and not _is_transparent(call):
             return False
-        return any(self.reaches(operand, goal) for operand in node.all_input_nodes)
+        return any(self.reaches(operand, goal, node) for operand in node.all_input_nodes)
 
     def _is_contracted(self, call: Call) -> bool:
         """Whether a call that is no product by its name sums up products."""

@@ -105,18 +105,19 @@ def _replay(
     needed: dict[fx.Node, None] = {}
     stack = [node]
     while stack:
-        each = stack.pop()
-        if each in needed:
-            continue
-        effects.calls.get(each)  # noted, also where the answer is known
-        if each not in known:
-            known[each] = _why_not(effects, each)
-        reason = known[each]
-        if reason is not None:
-            return reason
-        needed[each] = None
-        stack.extend(each.all_input_nodes)
-        if not stack and any(effects.is_overwritten(each) for each in needed):
+        while stack:
+            each = stack.pop()
+            if each in needed:
+                continue
+            effects.calls.get(each)  # noted, also where the answer is known
+            if each not in known:
+                known[each] = _why_not(effects, each)
+            reason = known[each]
+            if reason is not None:
+                return reason
+            needed[each] = None
+            stack.extend(each.all_input_nodes)
+        if any(effects.is_overwritten(each) for each in needed):
             stack.extend(_writers(effects, needed, effects.position[node] + 1 if stop is None else stop))
     return sorted(needed, key=effects.position.__getitem__)
 
