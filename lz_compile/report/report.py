@@ -193,6 +193,7 @@ class GraphReport(Record):
     events: list[Event] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     modules: list[ModuleReport] = field(default_factory=list, kw_only=True)
+    loaded: bool = field(default=False, kw_only=True)
 
     def note_modules(self, graph: fx.Graph) -> None:
         """Note the modules of a graph, or of one nested in it, before anything is changed."""
