@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from lz_compile.compile.options import Options
 from lz_compile.ground import health, store
@@ -68,7 +69,8 @@ def _refuse(is_so: object, why: str) -> None:
 def _settings(mode: str | None, options: Options, rest: Mapping[str, Any], policy: Policy) -> Iterator[str]:
     _refuse(options.dump is not None or options.verify != "off", "its graph is asked for (dump, verify)")
     _refuse(policy.settings.deterministic == "batch_invariant", "its report follows from how often it was compiled")
-    _refuse(torch.distributed.is_available() and torch.distributed.is_initialized(), "ranks agree on its kernels")
+    _refuse(_has_ranks(), "ranks agree on its kernels")
+    _refuse(not dynamo.is_cached(), "PyTorch is to keep nothing, or to keep it otherwise")
     _refuse(registry.has_foreign(), "kernels were registered by the program")
     _refuse(health.retirements(), "a kernel is retired")
     _refuse(dynamo.has_custom_passes(), "passes of the program's change it")
@@ -82,6 +84,20 @@ def _settings(mode: str | None, options: Options, rest: Mapping[str, Any], polic
     yield from dynamo.settings()
 
 
+def _has_ranks() -> bool:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return True
+    # It imports Inductor. What was not imported has joined nobody.
+    agree = sys.modules.get("lz_compile.runtime.ranks.agree")
+    return agree is not None and agree.is_joined()
+
+
+def _unfilled() -> tuple[Any, ...]:
+    """Whether memory that is not written yet is filled."""
+    deterministic: Any = torch.utils.deterministic
+    return (deterministic.fill_uninitialized_memory,)
+
+
 def _state() -> Iterator[str]:
     """What a program has switched for the whole process or thread."""
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
@@ -93,7 +109,7 @@ def _state() -> Iterator[str]:
     yield repr([casts, torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()])
     yield repr([
         torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.utils.deterministic.fill_uninitialized_memory, torch.get_default_dtype(), torch.get_num_threads(),
+        *_unfilled(), torch.get_default_dtype(), torch.get_num_threads(),
         torch.is_anomaly_enabled(), torch.get_float32_matmul_precision(),
     ])  # fmt: skip
     backends = torch.backends
@@ -112,20 +128,25 @@ def _inputs(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[str]:
     nodes = module.graph.find_nodes(op="placeholder")
     _refuse(len(nodes) != len(inputs), "its inputs are not those of its graph")
     for node, value in zip(nodes, inputs, strict=True):
+        _refuse(_is_symbolic(value), "a size is symbolic")
         _refuse(type(value) not in (torch.Tensor, torch.nn.Parameter), "an input is no plain tensor")
         _refuse(value.device.type != "cpu" or value.layout != torch.strided, "an input is on another device than a CPU")
         _refuse(torch.is_grad_enabled() and value.requires_grad, "a backward pass follows")
         noted = node.meta.get("example_value")
-        for each in (value, noted):
-            _refuse(not isinstance(each, torch.Tensor), "an input is no plain tensor")
-            sizes = (*each.shape, *each.stride(), each.storage_offset())  # type: ignore[union-attr]
-            _refuse(any(not isinstance(size, int) for size in sizes), "a size is symbolic")
+        _refuse(not isinstance(noted, torch.Tensor), "an input is no plain tensor")
         memory = places.setdefault(value.untyped_storage()._cdata, len(places))
         yield repr([
             node.name, source_of(node), type(value).__name__, type(noted).__name__, *_facts(value), *_facts(noted),
             memory, value._base is not None,
             sorted((name, repr(tag) if type(tag) in _PLAIN else "") for name, tag in _tags(node).items()),
         ])  # fmt: skip
+
+
+def _is_symbolic(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
+    sizes = (*value.shape, *value.stride(), value.storage_offset())
+    return any(not isinstance(size, int) for size in sizes)
 
 
 def _facts(value: Any) -> tuple[Any, ...]:
@@ -141,6 +162,7 @@ def _tags(node: fx.Node) -> Mapping[str, Any]:
 def _calls(graph: fx.Graph) -> Iterator[str]:
     for node in graph.nodes:
         _refuse(any(node.meta.get(mark) for mark in _MARKS), "marks say how a call is to be compiled")
+        _refuse(any(map(_is_symbolic, tree_leaves(node.meta.get("example_value")))), "a size is symbolic")
         if node.op == "placeholder":
             continue
         _refuse(node.op in ("get_attr", "call_module"), "it holds a tensor or a graph")
@@ -158,7 +180,7 @@ def _function(target: Any) -> str:
         return name
     _refuse(isinstance(target, torch._ops.HigherOrderOperator), "it calls another graph")
     name = fx.node._get_qualified_name(target)
-    root, *rest = name.split(".")
+    root, *rest = name.split(".") if "." in name else ("builtins", name)
     found: Any = sys.modules.get(root)
     for part in rest:
         found = getattr(found, part, None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
+from torch._dynamo import config as dynamo_config
 from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
@@ -76,6 +78,14 @@ def settings() -> Iterator[str]:
     """Settings of PyTorch's compilers under which the same graph may become other code, but for a program's own passes."""
     for config in (inductor_config, functorch_config):
         yield repr(sorted(config.save_config_portable().items()))
+
+
+def is_cached() -> bool:
+    """Whether PyTorch keeps what it compiles in its caches, each part by itself."""
+    keeps = inductor_config.fx_graph_cache and functorch_config.enable_autograd_cache
+    is_forbidden = inductor_config.force_disable_caches or torch.compiler.config.force_disable_caches
+    whole = functorch_config.bundled_autograd_cache or dynamo_config.caching_precompile
+    return bool(keeps and not is_forbidden and not whole)
 
 
 def has_custom_passes() -> bool:

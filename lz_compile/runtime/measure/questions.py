@@ -43,7 +43,8 @@ _asked: ContextVar[set[Question] | None] = ContextVar("lz_compile_measurements_a
 @contextmanager
 def noting() -> Iterator[set[Question]]:
     """What is asked inside."""
-    token = _asked.set(found := set())
+    found: set[Question] = set()
+    token = _asked.set(found)
     try:
         yield found
     finally:
