@@ -155,15 +155,20 @@ def test_what_is_there_already_stays(tmp_path: Path):
 @pytest.mark.parametrize(
     ("field", "kinds", "reason"),
     [
-        ("torch", {"torch", "libraries"}, "made with another torch: 1.0, here it is"),
-        ("python", {"torch", "libraries"}, "made with another python: 1.0, here it is"),
-        ("machine", {"libraries"}, "built for another processor or by another compiler"),
-        ("records", {"records"}, "made by another version of lz_compile or torch"),
+        ("torch", {"torch", "libraries", "finished"}, "made with another torch: 1.0, here it is"),
+        ("python", {"torch", "libraries", "finished"}, "made with another python: 1.0, here it is"),
+        ("machine", {"libraries", "finished"}, "built for another processor or by another compiler"),
+        ("records", {"records", "finished"}, "made by another version of lz_compile or torch"),
     ],
 )
 def test_what_was_made_elsewhere_is_left_out(tmp_path: Path, field: str, kinds: set[str], reason: str):
     origin = replace(artifacts._here(), **{field: "1.0"})
-    members = {"torch/ab.bin": b"no", f"libraries/{LIBRARY}": b"elf", "records/edits/abc.json": b"{}"}
+    members = {
+        "torch/ab.bin": b"no",
+        f"libraries/{LIBRARY}": b"elf",
+        "records/edits/abc.json": b"{}",
+        f"finished/{'0' * 64}": b"",
+    }
     path = written(tmp_path / "a.zip", members, origin)
     found = lz_compile.inspect_artifacts(path)
     assert {part.kind for part in found.parts if part.left_out} == kinds

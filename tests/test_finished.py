@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -17,12 +18,13 @@ import torch
 import torch._functorch.config
 import torch._inductor.config
 from backends import known_instruction_sets
+from rich.console import Console
 from torch import nn
 
 import lz_compile
 from lz_compile.compile import finished
 from lz_compile.compile.finished import Attempt
-from lz_compile.ground import health
+from lz_compile.ground import events, health
 from lz_compile.report.report import GraphReport
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.measure import perfdb
@@ -233,6 +235,14 @@ def test_kernels_of_the_program_faults_and_passes_are_met_in_every_process(monke
         assert "PyTorch is to keep nothing" in attempt(scores, *pair()).why
 
 
+def test_a_graph_that_cannot_be_told_is_an_event_and_compiled(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("lz_compile.compile.finished.key_of", lambda *_: 1 // 0)
+    with events.collect() as happened:
+        found = attempt(scores, *pair())
+    assert found.key is None
+    assert [event.code for event in happened] == ["FINISHED_NOT_TOLD"]
+
+
 # ---- from a file, in this process ------------------------------------------------------------------------------------
 
 
@@ -248,6 +258,17 @@ class Block(nn.Module):
         self.calls += 1
         query = self.linear(x)
         return (query @ x.mT / 4).softmax(-1) @ x * self.calls, x[:, 1:]
+
+
+class Masked(nn.Module):
+    """A mask of the program's own, whose values a kernel's choice rests on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(8, 8).tril().log())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x @ x.mT / 4 + self.mask).softmax(-1) @ x
 
 
 def _compiled(model: nn.Module, *inputs: Any) -> Any:
@@ -279,6 +300,8 @@ def saved(known: list[Saved], tmp_path_factory: pytest.TempPathFactory) -> Saved
         directory = tmp_path_factory.mktemp("saved")
         torch.manual_seed(0)
         model, x = Block().eval(), torch.randn(2, 8, 16)
+        _compiled(Masked(), x)
+        assert not finished._made, "it holds for those values only"
         result = _compiled(model, x)
         lz_compile.save_artifacts(directory / "a.zip")
         known.append(Saved(directory / "a.zip", model, x, result, lz_compile.reports()[-1]))
@@ -303,6 +326,9 @@ def test_a_finished_graph_gives_the_same_bits_writes_and_views(saved: Saved):
     assert not saved.report.loaded
     assert report.graph_id != saved.report.graph_id
     assert set(report.seconds) == {"load"}
+    console = Console(file=io.StringIO(), width=200)
+    console.print(lz_compile.Report([report]))
+    assert "1 of 1 graphs from a file of artifacts" in console.file.getvalue()
     assert [match.to_dict() for match in report.matches] == [match.to_dict() for match in saved.report.matches]
     assert _is_equal(found, saved.result)
     assert saved.model.calls == 1
@@ -355,6 +381,7 @@ def test_what_pytorch_did_not_write_is_an_event_and_compiled(saved: Saved):
 _PROGRAM = """
 import sys, torch, lz_compile
 from pathlib import Path
+import torch.nn.functional as F
 from torch import nn
 path, how, results = sys.argv[1:]
 class Attention(nn.Module):

@@ -15,7 +15,7 @@ from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.utils import fresh_cache
 
 from lz_compile.ground import events
-from lz_compile.lowering import inductor, joined_kernels
+from lz_compile.lowering import dynamo, inductor, joined_kernels
 from lz_compile.lowering.joined_kernels import joined, may_be_joined, shared_out
 
 PREFIX = "#include <torch/csrc/inductor/cpp_prefix.h>\n"

@@ -101,6 +101,9 @@ class Attempt:
             made.key = key_of(module, inputs, mode, ours, rest, policy.current())
         except CompiledAnewError as reason:
             made.why = str(reason)
+        except Exception as error:  # noqa: BLE001 a key that cannot be made must not break a model
+            made.why = "what it follows from cannot be told"
+            events.record("FINISHED_NOT_TOLD", "a graph is compiled in every process", error, level=logging.INFO)
         return made
 
     def compiled(self) -> Callable[..., Any]:

@@ -58,7 +58,7 @@ def key_of(
         CompiledAnewError: why there is none.
     """
     lines = [*_settings(mode, options, rest, policy), *_state(), *_inputs(module, inputs), *_calls(module.graph)]
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    return hashlib.sha256("\0".join(lines).encode()).hexdigest()
 
 
 def _refuse(is_so: object, why: str) -> None:

@@ -33,6 +33,7 @@ _OTHERS = frozenset({"async_compile", "AsyncCompile", "CppWrapperCodeCache"})
 _PROGRAM = frozenset({"get_args", "benchmark_compiled_module"})
 
 
+_NO_GUARDS = (None, "", "True")
 #: What only PyTorch's logs tell, or only its caches look for.
 _GRAPH_TEXTS = (
     "source_code", "runnable_graph_str", "inductor_post_grad_graph_str", "inductor_provenance_mapping_str",
@@ -79,7 +80,7 @@ def entry_of(compiled: Callable[..., Any]) -> Any:
         raise NotKeepableError("PyTorch keeps it in no cache")
     if entry.compiled_bw is not None or entry.maybe_subclass_meta is not None:
         raise NotKeepableError("it has a backward, or takes tensor subclasses")
-    if entry.guards_expr not in (None, "", "True") or entry.compiled_fw.fx_graph_guard_expr not in (None, "", "True"):
+    if entry.guards_expr not in _NO_GUARDS or entry.compiled_fw.fx_graph_guard_expr not in _NO_GUARDS:
         raise NotKeepableError("it depends on symbolic sizes")
     return entry
 
@@ -91,7 +92,8 @@ def written(entry: Any) -> tuple[Code, bytes]:
         NotKeepableError: why it cannot be kept.
     """
     key = entry.compiled_fw.fx_graph_cache_info[0]
-    graph = next((found for found, _, _ in FxGraphCache.iterate_over_candidates(True, None, key)), None)
+    found = (graph for graph, _, _ in FxGraphCache.iterate_over_candidates(True, None, key))
+    graph = next((each for each in found if each.guards_expr in _NO_GUARDS), None)
     if graph is None:
         raise NotKeepableError("PyTorch's cache has lost it")
     path = dynamo.generated_module(graph.cache_key)

@@ -180,6 +180,8 @@ class ModuleReport(Record):
 class GraphReport(Record):
     """One compiled graph. ``seconds`` is the time by stage, ``compile`` being what Inductor took.
 
+    ``loaded`` says that another process compiled it: a file of artifacts held it, and its report.
+
     ``unproven`` are edits of the graph that could not be run before and after, and why. ``modules`` are those that its calls
     are in, as the graph came.
     """

@@ -2,8 +2,8 @@
 
 A zip archive. ``manifest.json`` names every member with its hash, and where it was made. Members are PyTorch's own cache
 artifacts (Inductor, AOTAutograd, Triton); the C++ libraries that Inductor built for this process, which PyTorch's artifacts
-leave out; our records of proofs and rates; and measurements. What a member needs to be of use here is compared with what
-is here, and it is left out, with its reason, where that differs.
+leave out; finished graphs as a whole; our records of proofs and rates; and measurements. What a member needs to be of use
+here is compared with what is here, and it is left out, with its reason, where that differs.
 
 Libraries and PyTorch's artifacts are code: load files that you trust.
 """
