@@ -32,9 +32,9 @@ def layerzero(
         RewriteFailedError: something of ours failed and ``layerzero.strict`` is set.
     """
     with garbage.of_new_objects():
-        from lz_compile.compile.compiler import compile_with_inductor
+        from lz_compile.compile.finished import Attempt
 
-        return compile_with_inductor(module, example_inputs, mode, options)
+        return Attempt.at(module, example_inputs, mode, options).compiled()
 
 
 def _reset() -> None:

@@ -23,7 +23,7 @@ import lz_compile
 from lz_compile import ArtifactError
 from lz_compile.ground import events, store
 from lz_compile.ground.directories import cache_directory
-from lz_compile.lowering import inductor
+from lz_compile.lowering import dynamo
 from lz_compile.runtime.measure import perfdb
 from lz_compile.runtime.measure.perf_record import PerfRecord
 from lz_compile.tools import artifacts
@@ -138,14 +138,14 @@ def test_records_libraries_and_measurements_go_where_they_are_looked_for(tmp_pat
     }
     assert left_out(written(tmp_path / "a.zip", members)) == {}
     assert (cache_directory() / "edits" / store.version() / "abc.json").read_bytes() == b"{}"
-    library = inductor.cache_root() / LIBRARY
+    library = dynamo.cache_root() / LIBRARY
     assert library.read_bytes() == b"elf"
     assert os.access(library, os.X_OK)
     assert [each.median_us for each in artifacts._database().of([here])] == [3.0]
 
 
 def test_what_is_there_already_stays(tmp_path: Path):
-    library = inductor.cache_root() / LIBRARY
+    library = dynamo.cache_root() / LIBRARY
     library.parent.mkdir(parents=True)
     library.write_bytes(b"own")
     assert left_out(written(tmp_path / "a.zip", {f"libraries/{LIBRARY}": b"elf"})) == {}
@@ -155,20 +155,25 @@ def test_what_is_there_already_stays(tmp_path: Path):
 @pytest.mark.parametrize(
     ("field", "kinds", "reason"),
     [
-        ("torch", {"torch", "libraries"}, "made with another torch: 1.0, here it is"),
-        ("python", {"torch", "libraries"}, "made with another python: 1.0, here it is"),
-        ("machine", {"libraries"}, "built for another processor or by another compiler"),
-        ("records", {"records"}, "made by another version of lz_compile or torch"),
+        ("torch", {"torch", "libraries", "finished"}, "made with another torch: 1.0, here it is"),
+        ("python", {"torch", "libraries", "finished"}, "made with another python: 1.0, here it is"),
+        ("machine", {"libraries", "finished"}, "built for another processor or by another compiler"),
+        ("records", {"records", "finished"}, "made by another version of lz_compile or torch"),
     ],
 )
 def test_what_was_made_elsewhere_is_left_out(tmp_path: Path, field: str, kinds: set[str], reason: str):
     origin = replace(artifacts._here(), **{field: "1.0"})
-    members = {"torch/ab.bin": b"no", f"libraries/{LIBRARY}": b"elf", "records/edits/abc.json": b"{}"}
+    members = {
+        "torch/ab.bin": b"no",
+        f"libraries/{LIBRARY}": b"elf",
+        "records/edits/abc.json": b"{}",
+        f"finished/{'0' * 64}": b"",
+    }
     path = written(tmp_path / "a.zip", members, origin)
     found = lz_compile.inspect_artifacts(path)
     assert {part.kind for part in found.parts if part.left_out} == kinds
     assert all(text.startswith(reason) for part in found.parts for text in part.left_out)
-    assert not (inductor.cache_root() / LIBRARY).exists(), "inspecting loads nothing"
+    assert not (dynamo.cache_root() / LIBRARY).exists(), "inspecting loads nothing"
 
 
 def test_measurements_of_other_environments_are_left_out(tmp_path: Path):
@@ -266,7 +271,7 @@ def test_files_of_two_machines_are_merged(tmp_path: Path):
         ("measurements", 2),
     ]
     assert left_out(tmp_path / "all.zip") == {"built for another processor or by another compiler": 1}
-    assert (inductor.cache_root() / LIBRARY).read_bytes() == b"one"
+    assert (dynamo.cache_root() / LIBRARY).read_bytes() == b"one"
     assert [each.median_us for each in artifacts._database().of([environment])] == [4.0]
 
     with pytest.raises(ArtifactError, match=r"merging .*one\.zip: expected .* whole, received damaged: KeyError"):

@@ -15,7 +15,7 @@ from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.utils import fresh_cache
 
 from lz_compile.ground import events
-from lz_compile.lowering import inductor, joined_kernels
+from lz_compile.lowering import dynamo, inductor, joined_kernels
 from lz_compile.lowering.joined_kernels import joined, may_be_joined, shared_out
 
 PREFIX = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
@@ -70,7 +70,7 @@ def test_kernels_of_a_graph_are_one_library_with_the_same_bits(built):
     assert len(built) == 1
     _assert_same_bits(_compiled("layerzero"), expected)  # from Inductor's cache
     assert len(built) == 1
-    assert Path(built[0]) in inductor.built_libraries()
+    assert Path(built[0]) in dynamo.built_libraries()
     torch.compiler.reset()
     with fresh_cache():
         _compiled("inductor")

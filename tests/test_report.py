@@ -289,7 +289,8 @@ class Snapshots(expecttest.TestCase):
    ],
    "unproven": [],
    "events": [],
-   "modules": []
+   "modules": [],
+   "loaded": false
   }
  ]
 }""",
@@ -447,6 +448,7 @@ def test_json_has_the_same_keys_whatever_happened():
                 "loops",
                 "layers",
                 "modules",
+                "loaded",
                 "matches",
                 "near_misses",
                 "unproven",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,16 +12,14 @@ from typing import Any
 from torch import fx
 
 from lz_compile.api import eager as _eager  # noqa: F401 it answers what kernels ask of higher rooms (ground/hooks.py)
-from lz_compile.compile import pipeline, row_bits
+from lz_compile.compile import pipeline, row_bits, telling
 from lz_compile.compile.options import Options, split
 from lz_compile.compile.verification import keep
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.ground import events, telemetry
 from lz_compile.ground.fingerprint import source_hash
 from lz_compile.ground.isolation import isolated
-from lz_compile.lowering import (
-    inductor,
-)
+from lz_compile.lowering import dynamo, inductor
 from lz_compile.lowering import (
     step_loop as _step_loop,  # noqa: F401 it looks through what Inductor compiles, and defines its operator
 )
@@ -33,16 +30,24 @@ from lz_compile.report.report import GraphReport, new_report
 from lz_compile.runtime.policy import policy
 
 Runner = Callable[[fx.GraphModule, Sequence[Any], GraphReport], Callable[..., Any]]
+Keep = Callable[[Callable[..., Any], GraphReport], None]
 
 
 def compile_with_inductor(
-    module: fx.GraphModule, inputs: Sequence[Any], mode: str | None, options: Mapping[str, Any] | None
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    mode: str | None,
+    options: Mapping[str, Any] | None,
+    keep: Keep | None = None,
 ) -> Callable[..., Any]:
-    """Rewrite ``module`` in place and compile it; on failure of the rewritten graph, compile the original one."""
+    """Rewrite ``module`` in place and compile it; on failure of the rewritten graph, compile the original one.
+
+    ``keep`` is handed what was compiled, and its report.
+    """
     ours, rest = split(options, mode)
-    inductor.drop_fixed_guards()
+    dynamo.drop_fixed_guards()
     with inductor.compiling_with(inductor.config_of(mode, rest)):
-        return process(module, inputs, ours, inductor_runner(mode, rest))
+        return process(module, inputs, ours, inductor_runner(mode, rest), keep)
 
 
 def inductor_runner(mode: str | None, options: dict[str, Any]) -> Runner:
@@ -56,12 +61,16 @@ def inductor_runner(mode: str | None, options: dict[str, Any]) -> Runner:
     return run
 
 
-def process(module: fx.GraphModule, inputs: Sequence[Any], options: Options, run: Runner) -> Callable[..., Any]:
+def process(
+    module: fx.GraphModule, inputs: Sequence[Any], options: Options, run: Runner, keep: Keep | None = None
+) -> Callable[..., Any]:
     """Rewrite ``module`` and pass it to ``run``; report, dump and count what happened."""
     report = new_report()
-    with telemetry.span("compile", graph_id=report.graph_id, is_recompile=inductor.is_recompile()) as span:
+    with telemetry.span("compile", graph_id=report.graph_id, is_recompile=dynamo.is_recompile()) as span:
         compiled = _process(module, inputs, options, run, report)
-        _tell(span, report)
+        telling.tell(span, report)
+        if keep is not None:
+            keep(compiled, report)
         return compiled
 
 
@@ -92,7 +101,7 @@ def _process(
         finally:
             report.events.extend(happened)
             dump.report(report)
-            _count(report)
+            telling.count(report)
 
 
 @dataclass(frozen=True)
@@ -174,37 +183,3 @@ def _cache_key(report: GraphReport) -> str:
     """Our source and our decisions: what Inductor's caches must not confuse."""
     decisions = [(match.op, match.kernel, match.rewritten, match.attributes) for match in report.matches]
     return hashlib.sha256((source_hash() + json.dumps(decisions, sort_keys=True, default=str)).encode()).hexdigest()
-
-
-def _tell(span: telemetry.Span, report: GraphReport) -> None:
-    """What became of a graph, for operators."""
-    rewritten = sum(match.rewritten for match in report.matches)
-    span.set(matches=len(report.matches), rewritten=rewritten, near_misses=len(report.near_misses))
-    for match in report.matches:
-        codes = [reason.code for reason in match.reasons]
-        facts = {"operation": match.op, "kernel": match.kernel, "is_rewritten": match.rewritten, "reasons": codes}
-        span.note("match", **facts, why=match.why, where=match.where, module=match.module)
-    for miss in report.near_misses:
-        span.note("near miss", operation=miss.op, reason=miss.reason.code, where=miss.where, module=miss.module)
-
-
-def _count(report: GraphReport) -> None:
-    telemetry.count("graphs", kind="recompile" if inductor.is_recompile() else "compile")
-    level = logging.WARNING if policy.current().settings.log_selections else logging.INFO
-    for match in report.matches:
-        state = "rewritten" if match.rewritten else "left as it is"
-        facts = {"operation": match.op, "kernel": match.kernel, "is_rewritten": match.rewritten, "why": match.why}
-        facts |= {"where": match.where, "module": match.module, "graph_id": report.graph_id}
-        fields = {"lz_compile": {**facts, "reasons": [reason.code for reason in match.reasons]}}
-        text = "%s at %s: %s, %s (%s)"
-        events.logger.log(level, text, match.op, match.where, match.kernel, state, match.why, extra=fields)
-        telemetry.count("matches", operation=match.op)
-        inductor.count(match.op)
-        if match.rewritten:
-            inductor.count(f"{match.op}.rewritten")
-            telemetry.count("rewrites", operation=match.op, kernel=match.kernel)
-    for miss in report.near_misses:
-        fields = {"lz_compile": {**miss.to_dict(), "graph_id": report.graph_id}}
-        events.logger.info("%s at %s: near miss, %s; %s", miss.op, miss.where, miss.reason, miss.edit, extra=fields)
-        telemetry.count("near misses", operation=miss.op, reason=miss.reason.code)
-        inductor.count(f"{miss.op}.near_miss")

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial, wraps
 from inspect import signature
 from operator import attrgetter
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -28,7 +27,7 @@ from torch._dynamo.decorators import run
 from torch._dynamo.exc import RestartAnalysis
 from torch._dynamo.guards import GuardBuilder, get_verbose_code_parts, install_guard
 from torch._dynamo.metrics_context import MetricsContext
-from torch._dynamo.source import AttrSource, GlobalSource
+from torch._dynamo.source import AttrSource
 from torch._dynamo.symbolic_convert import tls as tracing_here
 from torch._dynamo.utils import counters, get_metrics_context
 from torch._dynamo.variables import (
@@ -40,11 +39,11 @@ from torch._dynamo.variables import (
 from torch._dynamo.variables.base import AttributeMutationExisting, ValueMutationExisting
 from torch._functorch import config as functorch_config
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch._guards import ChainedSource, CompileContext, Guard, GuardSource, Source, TracingContext
+from torch._guards import CompileContext, Guard, GuardSource, Source, TracingContext
 from torch._inductor import async_compile
 from torch._inductor import config as inductor_config
 from torch._inductor.async_compile import AsyncCompile
-from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache, CppWrapperCodeCache, LambdaFuture
+from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache, LambdaFuture
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.cpu_vec_isa import (
     VecISA,
@@ -57,7 +56,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.exc import CppCompileError
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
-from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._logging._internal import trace_structured
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler._cache import CacheArtifactManager
@@ -762,18 +760,6 @@ def load_cpp(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     return library
 
 
-def cache_root() -> Path:
-    """The directory that Inductor keeps what it builds in."""
-    return Path(cache_dir())
-
-
-def built_libraries() -> list[Path]:
-    """The C++ libraries of this process, generated code and ours."""
-    root = cache_root()
-    keys = {key for kind in (CppCodeCache, CppPythonBindingsCodeCache, CppWrapperCodeCache) for key in kind.cache}
-    return sorted(path for key in keys for path in root.glob(f"{key[1:3]}/{key}*.so"))
-
-
 def empty_cpu(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Memory for real results, as Inductor's own code takes it: in a third of the time of ``torch.empty_strided``."""
     found: torch.Tensor = _empty_strided_cpu(shape, strides, dtype)
@@ -857,17 +843,6 @@ def compiles_left() -> int | None:
     return max(dynamo_config.recompile_limit - 1 - compile_id.frame_compile_id, 0)
 
 
-def is_recompile() -> bool:
-    """Whether the function that is being compiled was compiled before, for other sizes or values."""
-    compile_id = CompileContext.current_compile_id()
-    return compile_id is not None and bool(compile_id.frame_compile_id)
-
-
-def count(name: str, amount: int = 1) -> None:
-    """Add to ``torch._dynamo.utils.counters["layerzero"]``."""
-    counters["layerzero"][name] += amount
-
-
 def trace_artifact(name: str, payload: Callable[[], str], encoding: str = "string") -> None:
     """Put a text into the structured trace, where tlparse shows it."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
@@ -932,32 +907,6 @@ def guard_values(placeholders: Iterable[fx.Node]) -> bool:
     found = [_buffer(placeholder) for placeholder in placeholders]
     buffers = [buffer for buffer in found if buffer is not None]
     return len(buffers) == len(found) and all(buffer.guard() for buffer in buffers)
-
-
-#: Whose functions and classes nobody replaces: what rolled loops call, ours and PyTorch's.
-_FIXED = ("lz_compile.api.rolling.", "torch._higher_order_ops.", "torch.utils._pytree")
-
-
-def drop_fixed_guards() -> None:
-    """Take guards away that ask in every call whether the functions of rolled loops are the same as ever.
-
-    They are two thirds of such a graph's guards, 12 of 60 us in a call of 64 steps. Dynamo asks nothing of Python's own
-    modules, either.
-    """
-    context = TracingContext.try_get()
-    if context is not None:
-        guards = context.guards_context.dynamo_guards
-        for guard in [each for each in guards.inner if _is_fixed(each.originating_source)]:
-            guards.inner.discard(guard)
-
-
-def _is_fixed(source: Source) -> bool:
-    while isinstance(source, ChainedSource):
-        source = source.base
-        if isinstance(source, AttrSource) and source.member == "SUPPORTED_NODES":
-            return True  # an entry of PyTorch's table of containers; whether it has one is asked for
-    name = source.global_name if isinstance(source, GlobalSource) else ""
-    return f"{name.removeprefix('__import_').replace('_dot_', '.')}.".startswith(_FIXED)
 
 
 @dataclass(frozen=True)

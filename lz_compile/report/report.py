@@ -180,6 +180,8 @@ class ModuleReport(Record):
 class GraphReport(Record):
     """One compiled graph. ``seconds`` is the time by stage, ``compile`` being what Inductor took.
 
+    ``loaded`` says that another process compiled it: a file of artifacts held it, and its report.
+
     ``unproven`` are edits of the graph that could not be run before and after, and why. ``modules`` are those that its calls
     are in, as the graph came.
     """
@@ -193,6 +195,7 @@ class GraphReport(Record):
     events: list[Event] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
     modules: list[ModuleReport] = field(default_factory=list, kw_only=True)
+    loaded: bool = field(default=False, kw_only=True)
 
     def note_modules(self, graph: fx.Graph) -> None:
         """Note the modules of a graph, or of one nested in it, before anything is changed."""

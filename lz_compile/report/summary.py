@@ -151,4 +151,6 @@ def _rest(groups: Sequence[object], most: int | None, what: str) -> Iterator[Any
 def _time(report: Report) -> Text:
     stages = report.seconds
     told = ", ".join(f"{stage} {seconds * 1e3:.0f} ms" for stage, seconds in stages.items() if seconds >= 5e-4)
-    return Text(f"Time: {sum(stages.values()):.2f} s{f' ({told})' if told else ''}")
+    loaded = sum(graph.loaded for graph in report.graphs)
+    source = f", {loaded} of {len(report.graphs)} graphs from a file of artifacts" if loaded else ""
+    return Text(f"Time: {sum(stages.values()):.2f} s{f' ({told})' if told else ''}{source}")

@@ -2,8 +2,8 @@
 
 A zip archive. ``manifest.json`` names every member with its hash, and where it was made. Members are PyTorch's own cache
 artifacts (Inductor, AOTAutograd, Triton); the C++ libraries that Inductor built for this process, which PyTorch's artifacts
-leave out; our records of proofs and rates; and measurements. What a member needs to be of use here is compared with what
-is here, and it is left out, with its reason, where that differs.
+leave out; finished graphs as a whole; our records of proofs and rates; and measurements. What a member needs to be of use
+here is compared with what is here, and it is left out, with its reason, where that differs.
 
 Libraries and PyTorch's artifacts are code: load files that you trust.
 """
@@ -28,14 +28,15 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
+from lz_compile.compile import finished
 from lz_compile.errors import ArtifactError
 from lz_compile.ground import events, store
 from lz_compile.ground.directories import cache_directory
 from lz_compile.ground.files import write_whole
 from lz_compile.ground.machine import code_runs_on, environment
 from lz_compile.ground.records import Record
-from lz_compile.lowering import inductor
-from lz_compile.runtime.choose.records import database_at
+from lz_compile.lowering import dynamo
+from lz_compile.runtime.measure import perfdb
 from lz_compile.runtime.measure.perf_record import PerfRecord
 from lz_compile.runtime.policy import policy
 
@@ -57,6 +58,7 @@ _NAMES = {
     "torch": re.compile(r"\w+\.bin"),
     "libraries": re.compile(r"\w+/[\w.]+\.so"),
     "records": re.compile(r"\w+/[\w-]+\.json"),
+    "finished": re.compile(r"[0-9a-f]{64}"),
     "measurements": re.compile(re.escape(_MEASUREMENTS)),
 }
 _OTHERS = {
@@ -68,6 +70,7 @@ _NEEDS: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch", "python"),
     "libraries": ("torch", "python", "machine"),
     "records": ("records",),
+    "finished": ("torch", "python", "machine", "records"),
     "measurements": (),
 }
 
@@ -215,9 +218,12 @@ def _made_here() -> Iterator[tuple[str, str, bytes]]:
     saved = torch.compiler.save_cache_artifacts()
     if saved is not None:
         yield "torch", f"{_digest(saved[0])[:16]}.bin", saved[0]
-    root = inductor.cache_root()
+    for key, found in finished.made_here():
+        yield "finished", key, found
+    root = dynamo.cache_root()
+    libraries = sorted({*dynamo.built_libraries(), *finished.libraries()})
     for kind, name, path in (
-        *(("libraries", path.relative_to(root).as_posix(), path) for path in inductor.built_libraries()),
+        *(("libraries", path.relative_to(root).as_posix(), path) for path in libraries),
         *(("records", f"{path.parent.parent.name}/{path.name}", path) for path in sorted(store.used)),
     ):
         try:
@@ -230,7 +236,7 @@ def _made_here() -> Iterator[tuple[str, str, bytes]]:
 
 
 def _database() -> Any:
-    return database_at(policy.current().settings.perfdb.path)
+    return perfdb.database(perfdb.path_of(policy.current().settings.perfdb.path))
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------
@@ -326,12 +332,21 @@ def _load_torch(_name: str, data: bytes, load: bool) -> _Loaded:
 
 
 def _load_library(name: str, data: bytes, load: bool) -> _Loaded:
-    return _put(inductor.cache_root() / name, data, mode=0o755) if load else _Loaded(1, [])
+    return _put(dynamo.cache_root() / name, data, mode=0o755) if load else _Loaded(1, [])
 
 
 def _load_record(name: str, data: bytes, load: bool) -> _Loaded:
     kind, _, key = name.partition("/")
     return _put(cache_directory() / kind / store.version() / key, data) if load else _Loaded(1, [])
+
+
+def _load_finished(name: str, data: bytes, load: bool) -> _Loaded:
+    try:
+        if load:
+            finished.offer(name, data)
+    except msgspec.MsgspecError as error:
+        return _Loaded(1, [str(error)])
+    return _Loaded(1, [])
 
 
 def _load_measurements(_name: str, data: bytes, load: bool) -> _Loaded:
@@ -350,6 +365,7 @@ _LOADERS = {
     "torch": _load_torch,
     "libraries": _load_library,
     "records": _load_record,
+    "finished": _load_finished,
     "measurements": _load_measurements,
 }
 

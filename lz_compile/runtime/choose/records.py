@@ -6,7 +6,7 @@ import torch
 
 from lz_compile.ground.machine import environment
 from lz_compile.runtime.choose.problem import Problem
-from lz_compile.runtime.measure import perfdb
+from lz_compile.runtime.measure import perfdb, questions
 from lz_compile.runtime.measure.estimate import fixed_part
 from lz_compile.runtime.measure.perf_record import PerfRecord
 from lz_compile.runtime.problem.context import SelectionContext
@@ -14,12 +14,10 @@ from lz_compile.runtime.problem.context import SelectionContext
 
 def records_of(problem: Problem, context: SelectionContext, path: str | None) -> list[PerfRecord]:
     """The measurements that share a problem's fixed part, in this environment."""
-    database = database_at(path)
-    is_here = context.device_type == "cpu" or (context.device_type != "meta" and torch.accelerator.is_available())
-    if not (database.exists and is_here):  # nothing was ever measured there
+    if not (context.device_type == "cpu" or (context.device_type != "meta" and torch.accelerator.is_available())):
         return []
-    fixed = fixed_part(context, problem.alone)
-    return database.curve(context.operation, context.dtype_name, environment(context.device_type), fixed)
+    where, match = environment(context.device_type), perfdb.canonical(fixed_part(context, problem.alone))
+    return questions.ask(questions.Question(path, context.operation, context.dtype_name, where, match))
 
 
 def database_at(path: str | None) -> perfdb.PerfDB:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lz_compile.runtime.kernels.capabilities import Descriptor, Kernel
 
 __all__ = [
-    "KERNELS", "KernelInfo", "KernelSpec", "digest", "kernels", "list_kernels", "register",
+    "KERNELS", "KernelInfo", "KernelSpec", "digest", "has_foreign", "kernels", "list_kernels", "register",
     "register_descriptor", "reload", "unregister_kernel", "version",
 ]  # fmt: skip
 
@@ -100,6 +100,13 @@ def digest() -> str:
             lines = sorted(f"{op}/{name}/{spec.capabilities_hash}/{spec.version}" for (op, name), spec in everything)
             _state.digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
         return _state.digest
+
+
+def has_foreign() -> bool:
+    """Whether there are kernels of plugins, or that the program registered."""
+    with _state.lock:
+        _found()
+        return bool(_state.plugged or _state.registered)
 
 
 def reload() -> None:

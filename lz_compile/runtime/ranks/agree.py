@@ -84,6 +84,11 @@ def leave_ranks() -> None:
         _state.job = _state.group = None
 
 
+def is_joined() -> bool:
+    """Whether a job was joined by hand, or found by a compile before."""
+    return _state.job is not None
+
+
 def ranks() -> dict[str, Any]:
     """What this rank knows of its job, as stable JSON: who was heard, who differs, and what they agreed on.
 
