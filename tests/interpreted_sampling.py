@@ -39,6 +39,7 @@ def _nothing_fell_back():
     assert not health.retirements()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 1500])
 @pytest.mark.parametrize("names", COMBINATIONS, ids="-".join)

@@ -75,6 +75,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple
 BACKENDS: dict[str, Any] = {"eager": None, "aot_eager": "aot_eager", "inductor": "inductor", "layerzero": layerzero}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_gradients_are_those_of_the_definition(name: str, backend: str) -> None:

@@ -373,6 +373,7 @@ def deeper(value: Any, layers: int, name: str = "") -> Any:
     return layers if is_count else value
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -733,6 +734,7 @@ def _random_model(rng: random.Random) -> Callable[..., Any]:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, 60, 12))
 def test_random_layers_compute_what_they_did_and_most_are_folded(first: int):
     made = {}

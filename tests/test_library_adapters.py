@@ -601,6 +601,7 @@ def emitted_by_flex(attrs: AttentionAttrs, has_documents: bool) -> Callable[...,
     return kernel
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("band", [Band(upper=0), Band(-3, 0, at_end=True), Band(-2, 3)], ids=str)

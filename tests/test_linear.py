@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 import lz_compile as lz
 from lz_compile.lowering.kernels.linear import cpp_linear, torch_linear
@@ -305,7 +306,7 @@ def rewritten(function, *inputs, **named):
         return torch.compile(function, backend=backend, fullgraph=True)(*inputs, **named), backend
 
 
-@settings(many, max_examples=150)
+@settings(many, max_examples=examples(60, 150))
 @given(spelling=spellings())
 def test_every_spelling_is_read(spelling):
     if not allows(spelling):

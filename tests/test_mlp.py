@@ -12,6 +12,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
+from tiers import examples
 from torch import Tensor, nn
 
 from lz_compile.lowering.kernels.mlp import torch_mlp
@@ -28,7 +29,11 @@ LOCK = {"mlp": "torch.mlp"}
 X = sympy.Symbol("x", real=True)
 
 many = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=examples(25, 60),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
 )
 
 

@@ -15,6 +15,7 @@ import torch
 from backends import Traced
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tiers import examples
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +24,11 @@ from lz_compile.ground.events import collect
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 
 generated = settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=examples(15, 40),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
 )
 _names = itertools.count()
 
@@ -1420,6 +1425,7 @@ def test_chunks_are_numbers_of_steps():
         lz.roll_loops(Stacked(), chunk=1)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("steps", [9, 12, 31])
 def test_gradients_compute_steps_again(chunk, steps):
