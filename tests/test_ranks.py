@@ -482,6 +482,7 @@ def test_random_jobs_would_see_ranks_that_differ_without_a_word_of_that_problem(
     assert failures(tiled, replace(sdpa, is_apart=True)) == silent
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("size", "names"), [(2, ("pipeline", "ddp", "fsdp", "tensor_parallel")), (4, ("pipeline", "ddp"))], ids=str
 )
