@@ -127,6 +127,7 @@ def test_generated_tokens_are_those_of_eager_and_compilations_those_of_dynamo(fa
     check_reports(backend.report.matches, backend.report.events, compilations)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cache", CACHES)
 def test_dynamo_alone_compiles_as_often(cache):
     assert compiled_generation("gpt2", "eager", cache, unchanged)[1] == CACHES[cache][2]

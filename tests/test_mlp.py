@@ -336,6 +336,7 @@ def test_features_say_what_a_kernel_must_support() -> None:
 GATED = {"llama": 2, "phi3": 2, "mixtral": 2, "gpt_oss": 2, "modernbert": 2, "umt5": 4}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GATED)
 def test_every_gated_mlp_of_a_model_is_rewritten(name: str) -> None:

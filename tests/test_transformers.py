@@ -130,6 +130,7 @@ def test_biases_and_sinks_join_what_drops_scores(is_causal: bool, has_mask: bool
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "llama_left_padded", "mistral", "gemma2", "gpt_oss", "bert", "t5", "vit"])
 def test_attention_of_a_compiled_model_is_recognised(name: str):
     family = zoo.family(name)
