@@ -181,7 +181,7 @@ def test_a_second_prompt_compiles_nothing_new_where_the_cache_is_fixed(family):
     assert tokens.shape == (2, PROMPT + NEW_TOKENS)
 
 
-@pytest.mark.sampled("llama-growing, symbolic sizes", "llama-fixed")
+@pytest.mark.sampled("llama-growing, symbolic sizes")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "cache"), [("llama", "growing, symbolic sizes"), ("llama", "fixed"), ("gpt2", "growing")]

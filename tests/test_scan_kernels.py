@@ -318,6 +318,7 @@ def test_a_graph_grows_with_the_logarithm_of_the_length(name):
     assert len(many.nodes) < 1.4 * len(few.nodes) < 1000
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_inductor_compiles_chunks_with_gradients():
     problem = replace(PROBLEMS["kda"], length=5)
