@@ -69,6 +69,7 @@ def test_rows_without_a_distribution_are_told_from_others(value):
     assert triton_sampling.sampling(op.Operands(logits=logits), attrs).isnan().all(-1).tolist() == [False, True]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("top_p_ties", op.TIES)
 @pytest.mark.parametrize("top_k_ties", op.TIES)
 def test_of_equal_scores_those_are_kept_that_the_reference_keeps(top_k_ties, top_p_ties):

@@ -512,6 +512,7 @@ def test_layers_whose_operand_is_overwritten_behind_them_are_kept_with_gradients
     assert "OVERWRITTEN_LATER" in str(layers.reason)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_gradients_through_regions_are_right_by_inductor(trusted):
     model, x = Stack(4, Heads), torch.randn(2, 8, D)

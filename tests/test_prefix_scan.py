@@ -223,6 +223,7 @@ def test_other_cumulative_sums_are_not() -> None:
     assert not [miss for miss in backend.report.near_misses if miss.op == "scan"]
 
 
+@pytest.mark.sampled("16")
 @pytest.mark.parametrize("steps", [16, 100])
 def test_pieces_of_a_recurrence_that_was_recognised_are_no_near_misses(steps: int) -> None:
     a, b = inputs((2, steps, 3), torch.float64, 0)

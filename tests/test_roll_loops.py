@@ -12,7 +12,7 @@ import textwrap
 
 import pytest
 import torch
-from backends import Traced
+from backends import Rewriting, Traced
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from tiers import examples
@@ -889,7 +889,7 @@ def test_loops_that_were_unrolled_are_told(steps, told):
     torch._dynamo.reset()
     lz.clear_reports()
     with torch.no_grad():
-        torch.compile(decayed, backend="layerzero")(x, a)
+        torch.compile(decayed, backend=Rewriting(loops="auto"))(x, a)
     misses = [miss for report in lz.reports() for miss in report.near_misses if miss.reason.code == "LOOP_UNROLLED"]
     assert len(misses) == told
     if told:

@@ -47,7 +47,7 @@ def _runs_by_a_kernel(match: MatchReport) -> bool:
     return match.rewritten or any(reason.code == "ALREADY_THIS_KERNEL" for reason in match.reasons)
 
 
-@pytest.mark.sampled("llama", "t5", "bloom")
+@pytest.mark.sampled("llama", "t5")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", COMPILED)
 def test_families_compile_through_inductor_and_match(name: str) -> None:
