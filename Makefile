@@ -10,16 +10,19 @@ STAMP   := $(VENV)/.installed
 MINILM_SHA256 := b9a0018dff090c14865aa0996a89997e34aeadf10e400e766cb961230c58fa54
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint fmt bench chart clean
+.PHONY: help demo test test-thorough lint fmt bench chart clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-6s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP) ## compile real models and show what was recognised and chosen
 	$(PY) demo.py
 
-test: $(STAMP) ## run every test, slow ones included
+test: $(STAMP) ## run the tests, slow ones included; of cases that are drawn or paired a sample
 	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --durations 15
+
+test-thorough: export LZ_TEST_THOROUGH := 1
+test-thorough: test ## run all cases of all tests
 
 lint: $(STAMP) ## check style, formatting and types
 	$(PY) -m ruff check .

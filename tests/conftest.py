@@ -21,6 +21,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # oneDNN's bfloat16 products with AMX leak a NaN into the row before it (K = 23): eager must be the same on every machine.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
+import tiers  # noqa: E402 - keeps the imports of this file together
 import torch  # noqa: E402 - reads the variables above
 import torch._dynamo.guards  # noqa: E402 - reads the variables above
 import torch._dynamo.symbolic_convert  # noqa: E402 - reads the variables above
@@ -62,6 +63,14 @@ torch._dynamo.config.run_gc_after_compile = False
 
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _old_objects_rest() -> Iterator[None]:
+    """Leave what the tests of a file made and kept out of every later collection; some tests end that for themselves."""
+    yield
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
@@ -123,6 +132,15 @@ def sdpa_first(monkeypatch: pytest.MonkeyPatch, by_priors: None) -> None:
         }
 
     monkeypatch.setattr(select, "kernels", ranked)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave the second tier out, unless it or one case is asked for."""
+    if tiers.IS_THOROUGH or any("[" in argument for argument in config.args):
+        return
+    later = set(tiers.left_out(items))
+    config.hook.pytest_deselected(items=[item for item in items if item in later])
+    items[:] = [item for item in items if item not in later]
 
 
 def pytest_collection_finish() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 from lz_compile.ground import health
 from lz_compile.lowering.encoded_attributes import encode
@@ -68,7 +69,7 @@ def problems(draw):
     )  # fmt: skip
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(10, 30), deadline=None, derandomize=True, database=None)
 @given(
     problem=problems(),
     launch=st.sampled_from(LAUNCHES),
@@ -122,6 +123,7 @@ def test_a_result_may_be_wider_than_the_query():
     check(x, out_dtype=torch.float32)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("query", FLOATING, ids=str)
 def test_every_number_of_eight_bits_is_that_number(dtype, query):

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scan_kernel_problems import PROBLEMS, Problem, assert_near, exactly, with_gradients
+from tiers import examples
 from torch import Tensor
 
 from benchmarks.scan_accuracy import DECAYS, Case, errors
@@ -25,7 +26,7 @@ from lz_compile.lowering.ops.scan import sizes_of
 from lz_compile.lowering.triton_launch import is_interpreted
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-drawn = settings(max_examples=8, deadline=None, derandomize=True, database=None)
+drawn = settings(max_examples=examples(4, 8), deadline=None, derandomize=True, database=None)
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +105,7 @@ def test_steps_are_the_references_for_any_tile_and_span(tile, span, **form):
     assert_near({"reads": results[0], "last": results[1], **gradients}, exact, 1e-9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("scan", [triton_scan.scan, triton_scan.chunked_scan], ids=["steps", "chunks"])
 def test_operands_of_every_dtype_are_computed_in_float32(scan, dtype):

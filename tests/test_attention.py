@@ -13,16 +13,21 @@ from attention_near_misses import near_misses
 from attention_spellings import TOLERANCES, Spelling, spellings
 from backends import Rewriting, rewritten
 from hypothesis import HealthCheck, Phase, given, settings
+from tiers import examples
 from torch import Tensor
 
 import lz_compile
 from lz_compile.backend import layerzero
 
 many = settings(
-    max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=examples(30, 80),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
 )
-some = settings(many, max_examples=40)
-few = settings(many, max_examples=12)  # Dynamo alone takes seconds where every size is symbolic
+some = settings(many, max_examples=examples(16, 40))
+few = settings(many, max_examples=examples(5, 12))  # Dynamo alone takes seconds where every size is symbolic
 
 
 def check(spelling: Spelling, got: Tensor, inputs: tuple[Tensor, ...]) -> None:

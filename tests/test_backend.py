@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
-from backends import reads_autograd_functions, trains_attention_in_float64
+from backends import Traced, reads_autograd_functions, trains_attention_in_float64
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
@@ -112,6 +112,12 @@ def compiled(function: Callable[..., Any] = attention, **options: Any) -> Callab
     return torch.compile(function, backend=layerzero, **options)
 
 
+def traced(function: Callable[..., Any] = attention, *, options: dict[str, Any] | None = None, **named: Any) -> Any:
+    """The same without code generation, where that is not the subject."""
+    ours = {name.removeprefix("layerzero."): value for name, value in (options or {}).items()}
+    return torch.compile(function, backend=Traced(**ours), **named)
+
+
 # ---- modes and options ---------------------------------------------------------------------------------------------
 
 
@@ -208,7 +214,7 @@ def test_a_locked_kernel_that_cannot_run_is_passed_over_with_its_reason():
         return (torch.tanh(query @ key.transpose(-2, -1) / 5) * 5).softmax(-1) @ value
 
     args = operands()
-    actual = compiled(capped, options={"layerzero.lock": {"attention": "torch.sdpa"}})(*args)
+    actual = traced(capped, options={"layerzero.lock": {"attention": "torch.sdpa"}})(*args)
     (match,) = matches()
     (locked,) = [row for row in match.candidates if row["kernel"] == "torch.sdpa"]
     assert match.kernel != "torch.sdpa"
@@ -247,7 +253,7 @@ def test_forward_and_backward_agree_with_eager(dtype):
 def test_only_the_operands_that_ask_for_gradients_get_them():
     args = operands()
     args[1].requires_grad_()
-    actual = compiled()(*args)
+    actual = traced()(*args)
     assert_fired()
     expected = torch.autograd.grad(attention(*args).sum(), args[1])
     torch.testing.assert_close(torch.autograd.grad(actual.sum(), args[1]), expected)
@@ -265,7 +271,7 @@ def test_an_attention_may_read_what_another_attention_gives(operand):
 
     # SDPA is no candidate for gradients of a bias that may mask.
     args = [torch.randn(2, 3, 16, 16, dtype=torch.float64, requires_grad=operand != "bias") for _ in range(3)]
-    actual = compiled(chained)(*args)
+    actual = traced(chained)(*args)
     assert_fired(2)
     torch.testing.assert_close(actual, chained(*args))
     if operand == "bias":
@@ -276,7 +282,7 @@ def test_an_attention_may_read_what_another_attention_gives(operand):
 
 def test_a_result_that_is_detached_needs_no_gradient():
     args = operands(requires_grad=True)
-    actual = compiled(lambda *args: attention(*args).detach())(*args)
+    actual = traced(lambda *args: attention(*args).detach())(*args)
     assert_fired()
     assert not actual.requires_grad
     torch.testing.assert_close(actual, attention(*args).detach())
@@ -300,7 +306,7 @@ def test_no_grad_inside_of_the_function_is_kept():
         return first + attention(query + 1, key, value)
 
     args = operands(requires_grad=True)
-    actual = compiled(partly)(*args)
+    actual = traced(partly)(*args)
     assert_fired(2)
     torch.testing.assert_close(actual, partly(*args))
     expected = torch.autograd.grad(partly(*args).sum(), args)
@@ -314,7 +320,7 @@ def test_a_graph_break_gives_two_graphs_and_two_reports():
         return attention(first, key, value)
 
     args = operands()
-    actual = compiled(broken)(*args)
+    actual = traced(broken)(*args)
     assert [len(report.matches) for report in reports()] == [1, 1]
     assert_fired(2)
     torch.testing.assert_close(actual, broken(*args))
@@ -325,7 +331,7 @@ def test_matches_are_counted_where_dynamo_counts():
         both = attention(query, key, value) + attention(query + 1, key, value)
         return both + softplus_attention(query, key, value)
 
-    compiled(three)(*operands())
+    traced(three)(*operands())
     assert counters["layerzero"] == {"attention": 2, "attention.rewritten": 2, "attention.near_miss": 1}
 
 
@@ -343,7 +349,7 @@ def test_symbolic_lengths_compile_once():
 
 
 def test_lengths_that_turn_out_to_change_compile_twice():
-    function = compiled()
+    function = traced()
     for length in LENGTHS:
         args = operands(length)
         torch.testing.assert_close(function(*args), attention(*args), atol=1e-5, rtol=1e-5)
@@ -351,7 +357,7 @@ def test_lengths_that_turn_out_to_change_compile_twice():
 
 
 def test_a_marked_dimension_stays_symbolic():
-    function = compiled(fullgraph=True)
+    function = traced(fullgraph=True)
     for length in LENGTHS:
         args = operands(length)
         for arg in args:
@@ -377,7 +383,7 @@ def test_a_causal_mask_over_symbolic_lengths_is_right():
         scores = (query @ key.transpose(-2, -1) * 0.3).masked_fill(~keep, -math.inf)
         return scores.softmax(-1) @ value
 
-    function = compiled(causal, dynamic=True, options=FINITE)
+    function = traced(causal, dynamic=True, options=FINITE)
     for length in LENGTHS:
         args = operands(length)
         torch.testing.assert_close(function(*args), causal(*args), atol=1e-5, rtol=1e-5)
@@ -389,7 +395,7 @@ def test_merged_heads_over_a_symbolic_batch_are_right():
         query, key, value = (x.flatten(0, 1) for x in (query, key, value))
         return torch.bmm(torch.bmm(query, key.mT).softmax(-1), value).unflatten(0, (-1, 3))
 
-    function = compiled(merged, dynamic=True)
+    function = traced(merged, dynamic=True)
     for batch in (2, 4, 7):
         args = [torch.randn(batch, 3, length, 16) for length in (5, 9, 9)]
         torch.testing.assert_close(function(*args), merged(*args))
@@ -409,7 +415,7 @@ def _errors(function: Callable[..., Tensor], actual: Tensor, args: list[Tensor])
 def test_autocast_around_the_call_is_followed():
     args = operands()
     with torch.autocast("cpu", torch.bfloat16):
-        actual = compiled()(*args)
+        actual = traced()(*args)
         assert_fired()
         assert actual.dtype == attention(*args).dtype
         ours, eager = _errors(attention, actual, args)
@@ -423,7 +429,7 @@ def test_autocast_inside_of_the_function_is_followed():
         return inner.float()
 
     args = operands()
-    actual = compiled(cast)(*args)
+    actual = traced(cast)(*args)
     assert_fired()
     assert actual.dtype == torch.float32
     ours, eager = _errors(cast, actual, args)
@@ -454,7 +460,7 @@ def test_a_subgraph_that_straddles_an_autocast_region_is_left_alone():
         return scores.float().softmax(-1) @ value
 
     args = operands()
-    actual = compiled(straddling)(*args)
+    actual = traced(straddling)(*args)
     assert matches() == []
     assert [miss.reason.code for miss in reports()[0].near_misses] == ["MODE_CHANGES_INSIDE"]
     torch.testing.assert_close(actual, straddling(*args), atol=2e-2, rtol=2e-2)
@@ -482,7 +488,7 @@ def test_both_bodies_of_a_cond_are_rewritten():
         return torch.cond(flag, attention, lambda q, k, v: attention(q + 1, k, v), (query, key, value))
 
     args = operands()
-    function = compiled(chosen)
+    function = traced(chosen)
     for flag in (True, False):
         expected = attention(args[0] + (0 if flag else 1), *args[1:])
         torch.testing.assert_close(function(torch.tensor(flag), *args), expected)
@@ -503,7 +509,7 @@ def test_the_body_of_an_autograd_function_keeps_its_own_backward():
             return tuple(2 * saved * gradient.sum() for saved in ctx.saved_tensors)
 
     args = operands(dtype=torch.float64, requires_grad=True)
-    actual = compiled(Doubled.apply)(*args)
+    actual = traced(Doubled.apply)(*args)
     assert_fired()
     torch.testing.assert_close(actual, attention(*args))
     gradients = torch.autograd.grad(actual.sum(), args)
@@ -531,7 +537,7 @@ class Causal(nn.Module):
 
 def test_a_module_with_parameters_and_buffers_is_followed():
     module, x = Causal(), torch.randn(3, 10, 24)
-    function = compiled(module, options=FINITE)
+    function = traced(module, options=FINITE)
     torch.testing.assert_close(function(x), module(x))
     assert_fired()
     with torch.no_grad():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
+from tiers import examples
 from torch import Tensor, nn
 
 from lz_compile.lowering.kernels.blend import torch_blend
@@ -45,7 +46,11 @@ from tests.interpreting import interpreted
 
 LOCK = {"blend": "torch.blend"}
 many = settings(
-    max_examples=200, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=examples(70, 200),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
 )
 
 

@@ -31,7 +31,7 @@ from lz_compile.report.report import GraphReport, MatchReport
 ROOT = Path(__file__).resolve().parent.parent
 
 CHILD = """
-import json, os, torch, lz_compile
+import itertools, json, os, sys, torch, lz_compile
 from torch._dynamo.utils import counters
 from lz_compile.ground import fingerprint
 if "TEST_SOURCE_HASH" in os.environ:
@@ -52,13 +52,12 @@ def run(requires_grad, backend, options):
         expected = torch.autograd.grad(attention(*args).sum(), args)
         torch.testing.assert_close(torch.autograd.grad(out.sum(), args), expected)
 
-lock = {"layerzero.lock": {"attention": os.environ["TEST_LOCK"]}}
 found = {}
-for name, requires_grad in (("inference", False), ("training", True)):
+for lock, (name, requires_grad) in itertools.product(sys.argv[1:], (("inference", False), ("training", True))):
     torch._dynamo.reset()
     counters.clear()
-    run(requires_grad, layerzero, lock)
-    found[name] = {
+    run(requires_grad, layerzero, {"layerzero.lock": {"attention": lock}})
+    found.setdefault(lock, {})[name] = {
         "fx_hit": counters["inductor"]["fxgraph_cache_hit"],
         "fx_miss": counters["inductor"]["fxgraph_cache_miss"],
         "fx_bypass": counters["inductor"]["fxgraph_cache_bypass"],
@@ -79,33 +78,32 @@ class Process:
 
     directory: Path
 
-    def run(self, *, lock: str = "torch.sdpa", source_hash: str | None = None) -> dict[str, dict]:
+    def run(self, *locks: str, source_hash: str | None = None) -> list[dict[str, dict]]:
+        """What is found with one kernel after another."""
         given = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "TORCHINDUCTOR_CACHE_DIR": str(self.directory / "inductor"),
             **known_instruction_sets(),
             "LAYERZERO_CACHE_DIR": str(self.directory / "layerzero"),
-            "TEST_LOCK": lock,
             **({} if source_hash is None else {"TEST_SOURCE_HASH": source_hash}),
         }
-        done = subprocess.run([sys.executable, "-c", CHILD], env=given, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", CHILD, *locks], env=given, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
-        return json.loads(done.stdout.splitlines()[-1])
+        return list(json.loads(done.stdout.splitlines()[-1]).values())
 
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
     """The processes that the tests below ask about, each run once; all share their caches."""
     process = Process(tmp_path_factory.mktemp("caches"))
-    return {
-        "first": process.run(),
-        "second": process.run(),
-        "other_lock": process.run(lock="lz.blocked"),
-        "untouched": process.run(lock="inductor"),
-        "other_source": process.run(source_hash="changed"),
-        "other_source_again": process.run(source_hash="changed"),
-    }
+    first, second = process.run("torch.sdpa"), process.run("torch.sdpa")
+    others = process.run("lz.blocked", "inductor")
+    changed, again = (process.run("torch.sdpa", source_hash="changed") for _ in range(2))
+    names = "first", "second", "other_lock", "untouched", "other_source", "other_source_again"
+    return dict(zip(names, [*first, *second, *others, *changed, *again], strict=True))
 
 
 MODES = ["inference", "training"]

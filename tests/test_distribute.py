@@ -262,6 +262,7 @@ READS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("is_graded", [False, True])
 @pytest.mark.parametrize("reads", READS)
 @pytest.mark.parametrize("update", OPAQUE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import time
 from collections import Counter
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 import torch
 from formula_programs import STEPS, Program, generate, value
 from formula_values import Formula
+from tiers import examples
 
 _PAGE = Path(__file__).parents[1] / "scripts" / "operator_table.py"
 _spec = importlib.util.spec_from_file_location("operator_table", _PAGE)
@@ -19,7 +19,6 @@ assert _spec.loader is not None, _PAGE
 operator_table = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(operator_table)
 
-_SECONDS, _LEAST = 12.0, 40
 #: Where a number that may be NaN drops out of a formula, as in ``lerp(x, x, w)``, there is none.
 _CANCELS = {"pointwise": {"lerp", "sub"}, "select by condition": {"mul"}}
 
@@ -34,13 +33,12 @@ def check(program: Program, points: int = 6) -> frozenset[str]:
 
 
 def test_any_program_of_index_expressions_is_read_for_what_it_computes() -> None:
-    began, whole, seed, gave_up = time.perf_counter(), 0, 0, Counter[str]()
-    while seed < _LEAST or time.perf_counter() - began < _SECONDS:
+    count, whole, gave_up = examples(300, 1500), 0, Counter[str]()
+    for seed in range(count):
         stops = check(generate(seed))
         gave_up.update(stops)
         whole += not stops
-        seed += 1
-    assert whole > 0.8 * seed, f"of {seed} programs, {whole} are read to their inputs; reading gave up at {gave_up}"
+    assert whole > 0.8 * count, f"of {count} programs, {whole} are read to their inputs; reading gave up at {gave_up}"
 
 
 def test_a_formula_says_at_which_operator_reading_gave_up() -> None:

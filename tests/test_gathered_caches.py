@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tiers import examples
 from torch import Tensor
 
 from lz_compile.passes.attention import gathered
@@ -132,7 +133,11 @@ def run(function: Function, inputs: list[Tensor]) -> tuple[Tensor, Rewriting]:
 
 
 @settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=examples(20, 60),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
 )
 @given(
     gather=st.sampled_from((*GATHERS, _by_slots, *INDICES)),

@@ -115,6 +115,7 @@ def unchanged(module: torch.fx.GraphModule, _inputs: Any) -> Backend:
 SPELLINGS = [("llama", "eager"), ("llama", "sdpa"), ("gpt2", "eager"), ("gemma", "eager")]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(("family", "attn"), SPELLINGS)
 def test_generated_tokens_are_those_of_eager_and_compilations_those_of_dynamo(family, attn, cache):
@@ -126,6 +127,7 @@ def test_generated_tokens_are_those_of_eager_and_compilations_those_of_dynamo(fa
     check_reports(backend.report.matches, backend.report.events, compilations)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cache", CACHES)
 def test_dynamo_alone_compiles_as_often(cache):
     assert compiled_generation("gpt2", "eager", cache, unchanged)[1] == CACHES[cache][2]
@@ -149,6 +151,7 @@ def logits_by_step(model: Any, forward: Backend, kind: str, tokens: Tensor) -> l
     return results
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", ["growing", "fixed"])
 @pytest.mark.parametrize(("family", "attn"), SPELLINGS)
 def test_logits_are_those_of_eager_step_by_step(family, attn, kind):
@@ -178,6 +181,7 @@ def test_a_second_prompt_compiles_nothing_new_where_the_cache_is_fixed(family):
     assert tokens.shape == (2, PROMPT + NEW_TOKENS)
 
 
+@pytest.mark.sampled("llama-growing, symbolic sizes")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "cache"), [("llama", "growing, symbolic sizes"), ("llama", "fixed"), ("gpt2", "growing")]
@@ -196,6 +200,7 @@ def test_through_inductor_tokens_are_those_of_eager_and_compilations_those_of_in
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_inductor_alone_compiles_as_often():
     """For the other caches it is Dynamo's number, and Inductor cannot do with less."""

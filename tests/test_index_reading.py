@@ -13,6 +13,7 @@ from graphs import effects_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mask_oracle import DYNAMIC, SIZES, Asked, Concrete, ask, named
+from tiers import examples
 from torch import Tensor
 
 from lz_compile.passes.formula.axes import Axis
@@ -208,7 +209,7 @@ def test_any_program_of_positions_is_read_for_what_it_computes(given_: list[Step
 
 
 @pytest.mark.slow
-@settings(drawn, max_examples=120)
+@settings(drawn, max_examples=examples(40, 120))
 @given(st.lists(steps, min_size=1, max_size=10), st.booleans())
 def test_very_many_programs_are_read_for_what_they_compute(given_: list[Step], dynamic: bool) -> None:
     compare(program(tuple(given_)), dynamic=dynamic)

@@ -108,6 +108,7 @@ def reason(model: Callable[..., Any], *inputs: Any, **settings: Any) -> str:
     return str(layers.reason)
 
 
+@pytest.mark.sampled("t5", "llama", "bert", "models.encoder")
 @pytest.mark.parametrize("name", SHAPES)
 def test_layers_of_models_are_calls_of_one_region(name: str):
     model, inputs = build(name, Size(64, 6, 64))
@@ -373,6 +374,7 @@ def deeper(value: Any, layers: int, name: str = "") -> Any:
     return layers if is_count else value
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name",
     [
@@ -510,9 +512,10 @@ def test_layers_whose_operand_is_overwritten_behind_them_are_kept_with_gradients
     assert "OVERWRITTEN_LATER" in str(layers.reason)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_gradients_through_regions_are_right_by_inductor(trusted):
-    model, x = Stack(6, Heads), torch.randn(2, 8, D)
+    model, x = Stack(4, Heads), torch.randn(2, 8, D)
     with torch._inductor.config.patch(force_disable_caches=True, disable_padding_cpu=False):  # as on a GPU
         found = gradients(model, x, "layerzero", options={"layerzero.layers": "fold"})
     (layers,) = reports()[-1].layers
@@ -733,6 +736,7 @@ def _random_model(rng: random.Random) -> Callable[..., Any]:
     return model
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", range(0, 60, 12))
 def test_random_layers_compute_what_they_did_and_most_are_folded(first: int):
     made = {}

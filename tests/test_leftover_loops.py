@@ -129,7 +129,9 @@ def check(case: Case, got: Sequence[Tensor], given: Sequence[Tensor]) -> None:
     torch.testing.assert_close(*gradients, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))])
+@pytest.mark.parametrize(
+    "seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(5, 20))]
+)
 def test_a_loop_of_one_compiled_step_has_the_gradients_of_the_loop(seed: int) -> None:
     case, given = spelled(seed), inputs()
     torch._dynamo.reset()
@@ -141,6 +143,7 @@ def test_a_loop_of_one_compiled_step_has_the_gradients_of_the_loop(seed: int) ->
     check(case, got, given)
 
 
+@pytest.mark.sampled("8")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [2, 8, 13, 9])
 def test_the_same_through_inductor(seed: int) -> None:

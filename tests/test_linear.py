@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 import lz_compile as lz
 from lz_compile.lowering.kernels.linear import cpp_linear, torch_linear
@@ -85,6 +86,7 @@ def test_all_numbers_of_eight_bits_are_read(dtype, width):
     torch.testing.assert_close(cpp_linear.linear(x, attrs)[0], expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stored", [torch.int8, torch.uint8, *FLOAT8, *PACKINGS])
 @pytest.mark.parametrize("names", [(), ("scale",), ("scale", "zero"), ("scale", "offset"), ("zero", "offset")], ids=str)
 def test_rows_give_the_same_bits_whatever_is_beside_them(stored, names):
@@ -305,7 +307,7 @@ def rewritten(function, *inputs, **named):
         return torch.compile(function, backend=backend, fullgraph=True)(*inputs, **named), backend
 
 
-@settings(many, max_examples=150)
+@settings(many, max_examples=examples(60, 150))
 @given(spelling=spellings())
 def test_every_spelling_is_read(spelling):
     if not allows(spelling):

@@ -129,7 +129,9 @@ def compiled(loop: Loop, given: Sequence[Tensor], **options: object) -> tuple[tu
     return torch.compile(loop, backend=backend, fullgraph=True)(*given), backend
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 24))])
+@pytest.mark.parametrize(
+    "seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.thorough) for seed in range(8, 24))]
+)
 def test_parts_of_a_state_and_states_of_a_pair_are_run_with_their_gradients(seed: int) -> None:
     case, given = spelled(seed), inputs(grad=True)
     got, backend = compiled(case.loop, given)

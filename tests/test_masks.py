@@ -16,6 +16,7 @@ from canonical import without_places
 from hypothesis import HealthCheck, given, settings
 from mask_oracle import DYNAMIC, HEADS, SIZES, Asked, Concrete, ask, asked, check, told
 from mask_spellings import Recipe, build, inputs, recipes
+from tiers import examples
 from torch import Tensor, fx
 from transformers import masking_utils
 
@@ -580,7 +581,7 @@ def test_any_mask_means_what_it_computes(recipe: Recipe) -> None:
 
 
 @pytest.mark.slow
-@settings(drawn, max_examples=60)
+@settings(drawn, max_examples=examples(30, 60))
 @given(recipes())
 def test_very_many_masks_mean_what_they_compute(recipe: Recipe) -> None:
     agrees(recipe)

@@ -12,6 +12,7 @@ import sympy
 import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, Phase, given, settings
+from tiers import examples
 from torch import Tensor, nn
 
 from lz_compile.lowering.kernels.mlp import torch_mlp
@@ -28,7 +29,11 @@ LOCK = {"mlp": "torch.mlp"}
 X = sympy.Symbol("x", real=True)
 
 many = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=examples(25, 60),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
 )
 
 
@@ -331,6 +336,7 @@ def test_features_say_what_a_kernel_must_support() -> None:
 GATED = {"llama": 2, "phi3": 2, "mixtral": 2, "gpt_oss": 2, "modernbert": 2, "umt5": 4}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", GATED)
 def test_every_gated_mlp_of_a_model_is_rewritten(name: str) -> None:

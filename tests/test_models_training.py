@@ -1,4 +1,7 @@
-"""Training whole models: losses, gradients and weights follow eager through many steps, in every way of training."""
+"""Training whole models: losses, gradients and weights follow eager through many steps, in every way of training.
+
+Inductor's code is trained twice, in either dtype; graphs of the other tests are differentiated by AOTAutograd and run as they are.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from backends import Traced
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -78,14 +82,19 @@ def loss_of(model: Callable[..., Tensor], tokens: Tensor) -> Tensor:
 
 
 #: The decoder selects by its mask, which SDPA takes where operands are promised to be finite.
-OPTIONS = {"layerzero.strict": True, "layerzero.assume_finite": True}
+OPTIONS = {"strict": True, "assume_finite": True}
 
 
-def twins(dtype: torch.dtype = torch.float32, **options: Any) -> tuple[nn.Module, nn.Module, Callable[..., Tensor]]:
+def twins(
+    dtype: torch.dtype = torch.float32, generates_code: bool = False, **options: Any
+) -> tuple[nn.Module, nn.Module, Callable[..., Tensor]]:
     """A model, one with the same weights, and the latter compiled."""
     eager = Decoder(**options).to(dtype)
     ours = copy.deepcopy(eager)
-    return eager, ours, torch.compile(ours, backend=layerzero, options=OPTIONS)
+    if generates_code:
+        given = {f"layerzero.{name}": value for name, value in OPTIONS.items()}
+        return eager, ours, torch.compile(ours, backend=layerzero, options=given)
+    return eager, ours, torch.compile(ours, backend=Traced(**OPTIONS))
 
 
 def trained(model: nn.Module, function: Callable[..., Tensor], steps: int, **options: Any) -> list[float]:
@@ -128,7 +137,7 @@ def test_every_gradient_of_a_model_is_eagers(dtype, kv_heads):
 
 
 def test_a_training_run_in_float64_ends_at_the_same_weights():
-    eager, ours, compiled = twins(torch.float64)
+    eager, ours, compiled = twins(torch.float64, generates_code=True)
     expected, actual = trained(eager, eager, 4), trained(ours, compiled, 4)
     assert_fired()
     assert actual == pytest.approx(expected, rel=1e-9)
@@ -138,7 +147,7 @@ def test_a_training_run_in_float64_ends_at_the_same_weights():
 
 
 def test_a_training_run_in_float32_follows_eager():
-    eager, ours, compiled = twins()
+    eager, ours, compiled = twins(generates_code=True)
     expected, actual = trained(eager, eager, 4), trained(ours, compiled, 4)
     assert_fired()
     assert len(reports()) == 1
@@ -204,7 +213,7 @@ def test_frozen_layers_get_no_gradient_and_the_others_do():
 def test_each_block_may_be_compiled_on_its_own():
     eager, ours, _ = twins(torch.float64)
     for block in ours.blocks:
-        block.compile(backend=layerzero, options=OPTIONS)
+        block.compile(backend=Traced(**OPTIONS))
     (tokens,) = batches(1)
     loss_of(eager, tokens).backward()
     loss_of(ours, tokens).backward()
@@ -215,7 +224,7 @@ def test_each_block_may_be_compiled_on_its_own():
 
 def test_the_loss_may_be_compiled_with_the_model():
     eager, ours, _ = twins(torch.float64)
-    step = torch.compile(lambda tokens: loss_of(ours, tokens), backend=layerzero, options=OPTIONS)
+    step = torch.compile(lambda tokens: loss_of(ours, tokens), backend=Traced(**OPTIONS))
     (tokens,) = batches(1)
     loss_of(eager, tokens).backward()
     step(tokens).backward()

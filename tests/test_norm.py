@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from norm_near_misses import inputs as lookalike_inputs
 from norm_near_misses import near_misses
 from norm_spellings import TOLERANCES, Spelling, spellings
+from tiers import examples
 from torch import Tensor, nn
 
 import lz_compile
@@ -31,10 +32,14 @@ from lz_compile.passes.rewriting.match import Match
 from lz_compile.report.report import MatchReport
 
 many = settings(
-    max_examples=70, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=examples(30, 70),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
 )
-some = settings(many, max_examples=30)
-few = settings(many, max_examples=12)
+some = settings(many, max_examples=examples(15, 30))
+few = settings(many, max_examples=examples(6, 12))
 LOCK = {"norm": "torch.norm"}
 #: Modules that normalise, by the ends of their names.
 NORMS = ("Norm", "NormGated")
@@ -93,7 +98,7 @@ def test_every_spelling_is_found_and_gives_the_same(spelling: Spelling) -> None:
 
 @pytest.mark.slow
 @given(spelling=spellings(call="none"))
-@settings(many, max_examples=120)
+@settings(many, max_examples=examples(40, 120))
 def test_every_spelling_by_hand_is_found_and_gives_the_same(spelling: Spelling) -> None:
     inputs = spelling.inputs(1)
     got, backend = compiled(spelling.build(), *inputs)
@@ -700,6 +705,7 @@ def norm_calls(model: nn.Module, inputs: dict[str, Tensor]) -> int:
     return len(calls)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [*FAMILIES, "mamba2"])
 def test_every_norm_of_a_model_is_found(name: str) -> None:
     model, inputs = build(name)

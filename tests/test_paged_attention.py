@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiers import examples
 
 import lz_compile as lz
 from lz_compile.errors import ArgumentError
@@ -162,7 +163,7 @@ def problems(draw):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(14, 40), deadline=None)
 @given(
     problem=problems(),
     window=st.sampled_from((None, 1, 7, 64)),

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -930,19 +931,14 @@ def test_every_change_gives_another_version_and_reset_forgets_all(tmp_path):
 
 
 def test_importing_the_policy_imports_no_parser():
-    code = "import sys, lz_compile.runtime.policy.policy as p; p.current(); print([m for m in ('yaml', 'msgspec', 'sqlite3') if m in sys.modules])"
+    code = """
+        import sys, torch
+        parsers = {"yaml", "msgspec", "sqlite3"}
+        before = parsers & sys.modules.keys()
+        import lz_compile.runtime.policy.policy as policy
+        policy.current()
+        assert parsers & sys.modules.keys() == before
+    """
     plain = {name: value for name, value in os.environ.items() if not name.startswith("LAYERZERO_")}
     given = {**plain, "PYTHONPATH": str(Path(__file__).parent.parent), "XDG_CONFIG_HOME": "/nowhere"}
-    done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
-    before = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            "import sys, torch; print([m for m in ('yaml', 'msgspec', 'sqlite3') if m in sys.modules])",
-        ],
-        env=given,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == before.stdout
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], env=given, check=True)

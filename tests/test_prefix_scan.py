@@ -97,6 +97,7 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype, seed: int, narrow: int | 
     return a.requires_grad_(), torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("form", sorted(FORMS))
 @pytest.mark.parametrize("seed", range(3))
 def test_every_form_is_one_recurrence_with_its_gradients(form: str, seed: int) -> None:
@@ -222,6 +223,7 @@ def test_other_cumulative_sums_are_not() -> None:
     assert not [miss for miss in backend.report.near_misses if miss.op == "scan"]
 
 
+@pytest.mark.sampled("16")
 @pytest.mark.parametrize("steps", [16, 100])
 def test_pieces_of_a_recurrence_that_was_recognised_are_no_near_misses(steps: int) -> None:
     a, b = inputs((2, steps, 3), torch.float64, 0)

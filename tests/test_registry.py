@@ -293,6 +293,25 @@ def test_looking_at_kernels_imports_no_adapter_and_no_library():
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=TESTS.parent)
 
 
+def test_importing_an_adapter_imports_no_library():
+    files = (TESTS.parent / "lz_compile/lowering/kernels").glob("*/*.json")
+    described = {each: json.loads(each.read_text()).get("module") for each in files}
+    modules = [
+        f"lz_compile.lowering.kernels.{each.parent.name}.{each.stem}" for each, name in described.items() if name
+    ]
+    libraries = {name.partition(".")[0] for name in described.values() if name} | {"apex"}
+    code = f"""
+        import importlib, sys
+        for module in {modules}:
+            importlib.import_module(module)
+            found = {libraries} & sys.modules.keys()
+            assert not found, (module, found)
+    """
+    assert libraries >= {"flash_attn", "flash_attn_interface", "flashinfer", "triton", "xformers"}
+    assert len(modules) > 12
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=TESTS.parent)
+
+
 # ---- what speaks against a kernel ------------------------------------------------------------------------------------
 
 

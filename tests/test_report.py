@@ -806,20 +806,11 @@ def child(tmp_path: Path, **environment: str) -> str:
     return subprocess.run([sys.executable, "-c", CHILD], env=given, capture_output=True, text=True, check=True).stderr
 
 
-def test_torch_logs_tells_decisions(tmp_path):
-    text = child(tmp_path, TORCH_LOGS="+lz_compile")
+def test_torch_logs_tell_decisions_and_the_structured_trace_holds_graphs_and_report(tmp_path):
+    text = child(tmp_path, TORCH_LOGS="+lz_compile", TORCH_TRACE=str(tmp_path / "trace"))
     assert "rewritten (expected at" in text
     assert "attention" in text
     assert "INTERIOR_USED" in text
-
-
-def test_without_torch_logs_nothing_is_said(tmp_path):
-    lines = child(tmp_path).splitlines()
-    assert [line for line in lines if "No CUDA runtime is found" not in line] == []  # PyTorch's word on a CUDA build
-
-
-def test_the_structured_trace_holds_graphs_and_report(tmp_path):
-    child(tmp_path, TORCH_TRACE=str(tmp_path / "trace"))
     (log,) = (tmp_path / "trace").glob("*.log")
     lines = [line for line in log.read_text().splitlines() if '"artifact"' in line]
     artifacts = [json.loads(line[line.index("{") :])["artifact"] for line in lines]
@@ -834,6 +825,11 @@ def test_the_structured_trace_holds_graphs_and_report(tmp_path):
         * 2
     )
     assert '"kernel": "torch.sdpa"' in log.read_text()
+
+
+def test_without_torch_logs_nothing_is_said(tmp_path):
+    lines = child(tmp_path).splitlines()
+    assert [line for line in lines if "No CUDA runtime is found" not in line] == []  # PyTorch's word on a CUDA build
 
 
 def test_a_fault_goes_into_the_log_with_its_traceback(monkeypatch):

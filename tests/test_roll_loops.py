@@ -12,9 +12,10 @@ import textwrap
 
 import pytest
 import torch
-from backends import Traced
+from backends import Rewriting, Traced
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from tiers import examples
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -23,7 +24,11 @@ from lz_compile.ground.events import collect
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 
 generated = settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=examples(15, 40),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
 )
 _names = itertools.count()
 
@@ -884,7 +889,7 @@ def test_loops_that_were_unrolled_are_told(steps, told):
     torch._dynamo.reset()
     lz.clear_reports()
     with torch.no_grad():
-        torch.compile(decayed, backend="layerzero")(x, a)
+        torch.compile(decayed, backend=Rewriting(loops="auto"))(x, a)
     misses = [miss for report in lz.reports() for miss in report.near_misses if miss.reason.code == "LOOP_UNROLLED"]
     assert len(misses) == told
     if told:
@@ -1420,6 +1425,7 @@ def test_chunks_are_numbers_of_steps():
         lz.roll_loops(Stacked(), chunk=1)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("steps", [9, 12, 31])
 def test_gradients_compute_steps_again(chunk, steps):

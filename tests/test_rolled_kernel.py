@@ -37,6 +37,7 @@ def test_the_kernel_is_there_for_every_feature_and_dtype_on_a_cpu() -> None:
     assert op.features(given.attrs, facts).keys() <= spec.supports
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(4, 24))])
 def test_any_structure_gives_what_the_reference_gives(seed: int) -> None:
     given = problem(seed)

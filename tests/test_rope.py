@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from rope_near_misses import inputs as lookalike_inputs
 from rope_near_misses import near_misses
 from rope_spellings import TOLERANCES, Spelling, spellings
+from tiers import examples
 from torch import Tensor, nn
 
 import lz_compile
@@ -33,10 +34,14 @@ from lz_compile.passes.rope.recogniser import recognise
 from lz_compile.report.report import MatchReport
 
 many = settings(
-    max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=examples(30, 60),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
 )
-some = settings(many, max_examples=25)
-few = settings(many, max_examples=10)
+some = settings(many, max_examples=examples(12, 25))
+few = settings(many, max_examples=examples(5, 10))
 LOCK = {"rope": "torch.rope"}
 
 
@@ -80,7 +85,7 @@ def test_every_spelling_is_found_and_gives_the_same(spelling: Spelling) -> None:
 
 @pytest.mark.slow
 @given(spelling=spellings())
-@settings(many, max_examples=100, derandomize=False)
+@settings(many, max_examples=examples(30, 100), derandomize=False)
 def test_many_more_spellings_are_found(spelling: Spelling) -> None:
     inputs = spelling.inputs(1)
     got, backend = compiled(spelling.build(), *inputs)
@@ -573,6 +578,7 @@ def counted() -> Iterator[list[str]]:
         yield found
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_embedding_of_a_model_is_found(name: str) -> None:
     model, inputs = zoo.family(name).build("eager")

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from canonical import without_places
 from hypothesis import HealthCheck, Phase, given, settings
+from tiers import examples
 from torch import Tensor, nn
 
 import lz_compile
@@ -35,7 +36,11 @@ from tests.routing_spellings import (
 LOCK = {"routing": "torch.routing"}
 
 many = settings(
-    max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=examples(12, 30),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
 )
 
 

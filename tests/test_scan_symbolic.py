@@ -42,6 +42,7 @@ def sized(family: Family, batch: int) -> Family:
     return replace(family, init=of(family.init), given=of(family.given))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", _FAMILIES)
 def test_every_family_is_read_with_a_symbolic_batch_and_serves_others(name: str) -> None:
     family = KNOWN[name]

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from attention_spellings import TOLERANCES, Spelling, spellings
 from graphs import capture, in_order, parameters_of, placeholders, run
 from hypothesis import HealthCheck, Phase, given, settings
+from tiers import examples
 from torch import Tensor, fx
 
 from lz_compile.compile.problems import of_match
@@ -427,7 +428,11 @@ def test_other_surroundings_have_another_hash():
 
 @given(spelling=spellings())
 @settings(
-    max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), phases=[Phase.generate]
+    max_examples=examples(15, 40),
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate],
 )
 def test_an_excerpt_of_any_spelling_computes_what_the_graph_computes(spelling: Spelling):
     inputs = spelling.inputs(0)

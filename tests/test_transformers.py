@@ -130,6 +130,7 @@ def test_biases_and_sinks_join_what_drops_scores(is_causal: bool, has_mask: bool
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "llama_left_padded", "mistral", "gemma2", "gpt_oss", "bert", "t5", "vit"])
 def test_attention_of_a_compiled_model_is_recognised(name: str):
     family = zoo.family(name)
@@ -272,6 +273,7 @@ def test_compiled_generation_gives_the_same_tokens(name: str):
     assert all(match.rewritten or match.kernel == "torch.sdpa" for match in attentions), backend.why_not()
 
 
+@pytest.mark.sampled("llama-False", "llama-True")
 @pytest.mark.parametrize(
     ("name", "is_compiled"),
     [*((name, False) for name in ("llama", "mistral", "gemma2", "gpt_oss", "qwen3")), ("llama", True)],

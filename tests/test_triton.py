@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -36,9 +34,6 @@ KERNELS = {
 for_every_kernel = pytest.mark.parametrize("kernel", KERNELS)
 
 
-_ELSEWHERE = "rope or turned or tables or positions or activat or infinite or factors or operator or cuda_graph"
-
-
 _QUICK = "one_column or one_number or rounded_before or one_launch or rows_of_any_length"
 
 
@@ -47,13 +42,8 @@ def test_some_of_every_kernel_is_the_references_in_the_interpreter():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "selection",
-    [f"({_ELSEWHERE}) and not compiled", "compiled", f"not ({_ELSEWHERE} or compiled)"],
-    ids=["embeddings_and_activations", "compiled", "norms"],
-)
-def test_kernels_are_the_references_in_the_interpreter(selection):
-    interpreted("interpreted_triton.py", f"({selection}) and not ({_QUICK})")
+def test_kernels_are_the_references_in_the_interpreter():
+    interpreted("interpreted_triton.py", f"not ({_QUICK})")
 
 
 # ---- for GPUs --------------------------------------------------------------------------------------------------------
@@ -125,6 +115,7 @@ def _compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("dtype", ["bf16", "fp64"])
 @pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 90, 32), ("hip", "gfx942", 64)], ids=["cuda", "hip"])
@@ -160,15 +151,6 @@ def test_tiles_are_timed_once_each(block, rows):
 
 
 # ---- what is said of them, and what happens elsewhere ----------------------------------------------------------------
-
-
-def test_importing_the_adapters_imports_no_triton():
-    modules = [f"lz_compile.lowering.kernels.{op}.triton_{op}" for op in {*KERNELS.values()}]
-    program = (
-        f"import importlib, sys\nfor name in {modules}: importlib.import_module(name)\nprint('triton' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
 
 
 @for_every_kernel

@@ -481,6 +481,7 @@ CAUSAL: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("eagerly")
 @pytest.mark.parametrize("spelling", CAUSAL)
 @pytest.mark.parametrize("dynamic", [False, True])
@@ -776,6 +777,7 @@ def test_the_backend_measures_once_and_gives_the_same(monkeypatch, options):
     assert [record.measured_at for record in records()] == [record.measured_at for record in first]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_training_and_dynamic_sizes_are_measured_as_inductor_compiles_them(monkeypatch):
     def timings(calls: dict[str, Callable[[], Any]], device: torch.device, **_: Any) -> dict[str, Timing]:

@@ -1,0 +1,45 @@
+"""Two tiers: ``make test`` runs a covering sample of cases that are drawn or paired, ``make test-thorough`` all of them.
+
+``@pytest.mark.thorough`` leaves a test to the second tier. ``@pytest.mark.sampled(3)`` keeps every third case of one in the
+first, which meets all values of each grid whose length three does not divide; ``@pytest.mark.sampled("a", "b")`` the cases
+of these names. `examples` is the same for Hypothesis. ``LZ_TEST_THOROUGH=1`` runs both tiers.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Iterable
+
+import pytest
+
+IS_THOROUGH = bool(os.environ.get("LZ_TEST_THOROUGH"))
+
+
+def examples(sample: int, thorough: int) -> int:
+    """How many examples Hypothesis draws in this run."""
+    return thorough if IS_THOROUGH else sample
+
+
+def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
+    """Those of the collected tests that only the second tier runs.
+
+    Raises:
+        pytest.UsageError: a mark keeps no case at all, or names one that does not exist.
+    """
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.partition("[")[0]].append(item)
+    return [item for name, group in cases.items() for item in _left_out(name, group)]
+
+
+def _left_out(name: str, group: list[pytest.Item]) -> Iterable[pytest.Item]:
+    marks = {mark.args for item in group for mark in item.iter_markers("sampled")}
+    (kept,) = marks or {(1,)}
+    if isinstance(kept[0], int):
+        sampled = group[:: kept[0]]
+    else:
+        sampled = [item for item in group if item.nodeid.partition("[")[2][:-1] in kept]
+        if len(sampled) != len(kept):
+            raise pytest.UsageError(f"{name}: of {kept}, these are cases: {[item.name for item in sampled]}")
+    return (item for item in group if item not in sampled or item.get_closest_marker("thorough"))
