@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch._dynamo  # before what follows, which imports it in a circle
 from torch._functorch._aot_autograd import runtime_wrappers
 
 import lz_compile as lz
