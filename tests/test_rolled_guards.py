@@ -7,7 +7,7 @@ from torch._functorch._aot_autograd import runtime_wrappers
 
 import lz_compile as lz
 from benchmarks.rolled_loops import MODELS
-from lz_compile.lowering.inductor import drop_fixed_guards
+from lz_compile.lowering.dynamo import drop_fixed_guards
 
 #: Half of them are PyTorch's own scan's. There were 150.
 MOST = 16
