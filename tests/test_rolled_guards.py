@@ -67,10 +67,10 @@ def doubled(x: torch.Tensor) -> torch.Tensor:
 doubled.register_fake(torch.empty_like)
 
 
-def settled(x):
+def settled(x, weight):
     h, found = torch.zeros_like(x[:, 0]), []
     for t in range(x.shape[1]):
-        h = torch.tanh(h + x[:, t])
+        h = torch.tanh(h @ weight + x[:, t])  # a product, which Inductor's own loop runs
         found.append(h)
     return torch.stack(found, 1)
 
@@ -85,13 +85,12 @@ def test_the_first_call_of_a_loop_is_watched_where_somebody_elses_operator_may_s
         "__torch_dispatch__",
         lambda self, function, *others: watched.append(function) or watch(self, function, *others),
     )
-    function = (lambda x: settled(doubled(x))) if is_foreign else settled
-    x = torch.randn(2, 30, 3)
-    rolled = lz.roll_loops(settled, x[:, :6])
-    run = (lambda x: rolled(doubled(x))) if is_foreign else rolled
+    x, weight = torch.randn(2, 30, 3), torch.randn(3, 3)
+    rolled = lz.roll_loops(settled, x[:, :6], weight)
+    run = (lambda x, weight: rolled(doubled(x), weight)) if is_foreign else rolled
     torch._dynamo.reset()
     call = torch.compile(run, backend="layerzero")
     watched.clear()
     for _ in range(2):
-        torch.testing.assert_close(call(x), function(x))
+        torch.testing.assert_close(call(x, weight), settled(doubled(x) if is_foreign else x, weight))
     assert bool(watched) is is_foreign
