@@ -53,6 +53,7 @@ def near_misses() -> dict[str, Lookalike]:
         "mask_multiplies_scores": Lookalike(mask_multiplies_scores, (*qkv, other), "SCALE_BY_SCORE"),
         "denominator_of_another_mask": Lookalike(denominator_of_another_mask, (*masked, other), "DENOMINATOR"),
         "denominator_without_the_mask": Lookalike(denominator_without_the_mask, masked, "DENOMINATOR_OF_ANOTHER_SUM"),
+        "difference_of_heads": Lookalike(difference_of_heads, qkv, "PROBABILITIES_NOT_READ"),
         "exponentials_not_divided": Lookalike(exponentials_not_divided, qkv, "NOT_NORMALISED"),
         "key_overwritten_in_between": Lookalike(key_overwritten_in_between, qkv, "OPERAND_MUTATED"),
         "scores_overwritten_through_a_view": Lookalike(scores_overwritten_through_a_view, qkv, "OPERAND_MUTATED"),
@@ -145,6 +146,13 @@ def denominator_without_the_mask(query: Tensor, key: Tensor, value: Tensor, keep
     """Masked exponentials meet the values, and what divides them is the sum of all."""
     weights = _scores(query, key).exp()
     return (weights * keep) @ value / weights.sum(-1, keepdim=True)
+
+
+def difference_of_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Differential attention: the factor is a difference of exponentials, which are none of scores."""
+    weights = _scores(query, key).softmax(-1).unflatten(1, (3, 2))
+    factor = (value[0, 0, 0] * value[0, 0, 1]).sum().exp() - (value[0, 0, 0] * value[0, 0, 2]).sum().exp()
+    return (weights[:, :, 0] - factor * weights[:, :, 1]) @ value[:, :3]
 
 
 def exponentials_not_divided(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

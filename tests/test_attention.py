@@ -246,6 +246,28 @@ def test_exponentials_written_over_scores_are_read() -> None:
     torch.testing.assert_close(got, _exponentials_written_over_scores(*inputs))
 
 
+class _Positions(torch.nn.Module):
+    """Scores of projected positions beside those of contents, and probabilities that are masked again, as in ESPnet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = torch.nn.Linear(16, 16)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, padded: Tensor) -> Tensor:
+        scores = (q @ k.mT + self.positions(q) @ self.positions(k).mT) / 4
+        lowest = torch.finfo(scores.dtype).min
+        return scores.masked_fill(padded, lowest).softmax(-1).masked_fill(padded, 0.0) @ v
+
+
+@pytest.mark.parametrize("lock", ["torch.sdpa", "lz.blocked"])
+def test_a_bias_of_projected_positions_is_no_mask_of_its_own(lock: str) -> None:
+    q, k, v = qkv()
+    model, padded = _Positions(), torch.arange(k.shape[-2]) >= torch.tensor([9, 0])[: q.shape[0], None, None, None]
+    with torch.no_grad():
+        got = rewritten(model, q, k, v, padded, lock={"attention": lock})
+        torch.testing.assert_close(got, model(q, k, v, padded))
+
+
 # ---- shapes that are changed in place -----------------------------------------------------------------------------------
 
 

@@ -168,6 +168,56 @@ def test_a_bias_of_parameters_is_bounded() -> None:
     assert is_finite(region, expression - product)
 
 
+class _Projected(nn.Module):
+    """Scores and a bias of features that weights project: between them, and of each pair."""
+
+    def __init__(self, bias: Callable[[_Projected, Tensor], Tensor], *, is_trained: bool = True) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(3, SIZE).requires_grad_(is_trained) for _ in range(2))
+        self.bias = bias
+
+    def forward(self, q: Tensor, k: Tensor) -> Tensor:
+        return q @ k + self.bias(self, q)
+
+
+def _shifted(m: _Projected, x: Tensor) -> Tensor:
+    """Scores of positions, shifted row by row as in a Conformer."""
+    positions = (m.first(x) @ m.second(x).mT).chunk(1, 0)[0]
+    padded = torch.cat([torch.zeros(SIZE, 1), positions], 1)
+    return padded.view(SIZE + 1, SIZE)[1:].view_as(positions)
+
+
+@pytest.mark.parametrize(
+    ("bias", "is_trained", "bounded"),
+    [
+        (lambda m, x: m.first(x), True, True),
+        (_shifted, True, True),
+        (lambda m, x: m.first(x) * 0.5, True, True),
+        (lambda m, x: m.first(x), False, False),
+        (_shifted, False, False),
+        (lambda m, x: x @ x.mT, True, False),
+        (lambda m, x: m.first(x) @ x @ x.mT, True, False),
+        (lambda m, x: m.first(x) + x @ x.mT, True, False),
+        (lambda m, x: m.first(x) * -1e4, True, False),
+        (lambda m, x: m.first(x).masked_fill(x[:, :1] > 0, -1e4), True, False),
+        (lambda m, x: m.first(x).log(), True, False),
+        (lambda m, x: 1 / m.first(x), True, False),
+        (lambda m, x: m.first(x).sigmoid(), True, True),
+    ],
+)
+@pytest.mark.parametrize("expand_masks", [False, True])
+def test_what_trained_weights_project_is_no_mask(
+    bias: Callable[[_Projected, Tensor], Tensor], is_trained: bool, bounded: bool, expand_masks: bool
+) -> None:
+    module = capture(_Projected(bias, is_trained=is_trained), Q, K)
+    node = output_of(module)
+    region = Region(effects_of(module), expand_masks=expand_masks)
+    expression = region.express(node, fresh((SIZE, SIZE)), next(iter(node.users)))
+    products = [each for each in module.graph.nodes if region.effects.name(each) == "matmul"]
+    (scores,) = (symbol for symbol, leaf in region.leaves.items() if leaf.node is products[0])
+    assert is_bounded(region, expression - scores) == bounded
+
+
 BOUNDED: dict[str, Bias] = {
     "positions": lambda m, x: (torch.arange(SIZE)[None, :] - torch.arange(SIZE)[:, None]).float() * -0.5,
     "slopes": lambda m, x: torch.pow(torch.tensor(0.5), torch.arange(SIZE))[:, None] * torch.arange(SIZE).float(),

@@ -58,7 +58,7 @@ def read(region: Region, node: fx.Node, dims: Dims, reader: fx.Node, keys: tuple
     normalised = _softmax_leaf(region, expression)
     if normalised is not None:
         found = _from_softmax(region, expression, normalised, keys)
-    elif expression.has(sympy.exp):
+    elif any(region_axes(region, each) & set(atoms(keys)) for each in expression.atoms(sympy.exp)):
         found = _from_exponential(region, expression, dims, keys)
     else:
         return None

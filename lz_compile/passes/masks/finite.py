@@ -8,18 +8,21 @@ import sympy
 import torch
 from torch import fx
 
+from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.calls import constant_value
 from lz_compile.passes.formula.expressions import INFINITY
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, tensor_of, value_of
 
 _KEEPS = frozenset(
     "transpose t permute view reshape flatten unflatten expand expand_as unsqueeze squeeze contiguous clone getitem select "
-    "narrow repeat tile repeat_interleave index_select gather to float type_as triu tril detach".split()
+    "narrow repeat tile repeat_interleave index_select gather to float type_as view_as triu tril detach "
+    "chunk split unbind split_with_sizes".split()
 )
 _BOUNDED = _KEEPS | frozenset(
-    "mul add sub neg abs tanh sigmoid embedding index where masked_fill cat stack arange linear pow unflatten".split()
+    "mul add sub neg abs tanh sigmoid embedding index where masked_fill cat stack arange pow unflatten".split()
 )
+_PRODUCTS = frozenset("linear addmm matmul bmm baddbmm einsum".split())
 _CONSTANT_FILLS = frozenset({"full", "full_like", "new_full", "tensor", "scalar_tensor"})
 #: Factors and terms up to this are part of a bias; masking constants are larger, products of two of these are not.
 _MODERATE = 30.0
@@ -44,9 +47,17 @@ def is_finite(region: Region, bias: sympy.Expr) -> bool:
 
 
 def is_bounded(region: Region, bias: sympy.Expr) -> bool:
-    """True only where ``bias`` is of the order of scores: made from parameters, positions and moderate constants."""
-    return not bias.has(INFINITY) and all(
-        _is_bounded(region, region.leaves[symbol].node) for symbol in bias.free_symbols
+    """True only where ``bias`` is of the order of scores: made from parameters, positions and moderate constants.
+
+    So is a product of features that trained weights project, as the scores of positions in a Conformer are.
+    """
+    numbers = bias.atoms(sympy.Number)  # fills of masks that were read into the expression, among others
+    inverses = [each for each in bias.atoms(sympy.Pow) if each.exp.is_negative and not each.base.has(sympy.exp)]
+    return (
+        not bias.has(INFINITY, sympy.log)
+        and not inverses  # a sigmoid divides by one plus an exponential
+        and all(abs(each) <= _MODERATE for each in numbers)
+        and all(_is_bounded(region, region.leaves[symbol].node) for symbol in bias.free_symbols)
     )
 
 
@@ -56,23 +67,43 @@ def _is_bounded(region: Region, node: object, depth: int = 24) -> bool:
     if not isinstance(node, fx.Node) or depth == 0:
         return isinstance(node, (str, torch.dtype, torch.device, slice, type(None), type(Ellipsis)))
     tensor, call = tensor_of(node), region.effects.calls.get(node)
-    if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad:  # what is trained is no mask
+    if _is_trained(node):
         return True
     if tensor is not None and not tensor.is_floating_point():
         return True
     value = None if call is None else constant_value(call)
     if value is not None and not region.effects.is_overwritten(node):
         return abs(value) <= _MODERATE
-    if call is None or call.is_inplace or call.name not in _BOUNDED or region.effects.is_overwritten(node):
+    is_kept = call is not None and (call.name in _KEEPS | _PRODUCTS or layout.rearranges(call))
+    if call is None or call.is_inplace or not (is_kept or call.name in _BOUNDED) or region.effects.is_overwritten(node):
         return False
     if call.name == "pow" and not _is_decay(region, call):
         return False
-    if call.name == "arange":
+    if call.name == "arange" or (call.name in _PRODUCTS and _is_projected(region, call)):
         return True
+    if is_kept:  # numbers are sizes and places
+        operands = [each for each in call.node.all_input_nodes if not isinstance(value_of(each), torch.SymInt)]
+        return all(_is_bounded(region, operand, depth - 1) for operand in operands)
     arguments = [
         item for value in call.arguments.values() for item in (value if isinstance(value, (tuple, list)) else (value,))
     ]
     return all(_is_bounded(region, value, depth - 1) for value in arguments)
+
+
+def _is_trained(node: fx.Node) -> bool:
+    """Whether a node is a parameter that is trained: no mask is one."""
+    tensor = tensor_of(node)
+    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+
+
+def _is_projected(region: Region, call: Call) -> bool:
+    """Whether a factor of a product is a trained weight, as it is or turned."""
+    for operand in call.node.all_input_nodes:
+        inner = region.effects.calls.get(operand)
+        source = inner.input if inner is not None and layout.rearranges(inner) else operand
+        if isinstance(source, fx.Node) and _is_trained(source) and not region.effects.is_overwritten(source):
+            return True
+    return False
 
 
 def _is_finite(region: Region, node: object) -> bool:
