@@ -1,4 +1,4 @@
-"""What knows the private names of Dynamo and Inductor, with ``dynamo.py`` and ``finished_code.py``. Checked with torch 2.13."""
+"""Private names of Dynamo and Inductor; the rest is in ``dynamo.py`` and ``finished_code.py``. Checked with torch 2.13."""
 
 from __future__ import annotations
 
