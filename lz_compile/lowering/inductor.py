@@ -1,4 +1,4 @@
-"""The only module that knows Dynamo's and Inductor's private names. Checked with torch 2.13 (read for 2.11, 2.12)."""
+"""Private names of Dynamo and Inductor; the rest is in ``dynamo.py`` and ``finished_code.py``. Checked with torch 2.13."""
 
 from __future__ import annotations
 
