@@ -94,3 +94,35 @@ def test_the_first_call_of_a_loop_is_watched_where_somebody_elses_operator_may_s
     for _ in range(2):
         torch.testing.assert_close(call(x, weight), settled(doubled(x) if is_foreign else x, weight))
     assert bool(watched) is is_foreign
+
+
+def test_numbers_that_steps_read_of_modules_are_constants_in_training_and_nowhere_else():
+    class Normalised(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.scale = torch.nn.LayerNorm(4), 0.3
+
+        def forward(self, x):
+            h, found = x.new_zeros(x.shape[0], 4), []
+            for t in range(x.shape[1]):
+                h = self.norm(h + x[:, t])
+                found.append(h)
+            return torch.stack(found, 1) * self.scale
+
+    graphs = []
+
+    def backend(graph, _given):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = lz.roll_loops(Normalised(), torch.randn(2, 6, 4))
+    run = torch.compile(model, backend=backend, dynamic=True, fullgraph=True)
+    x = torch.randn(3, 20, 4, requires_grad=True)
+    found = run(x)
+    expected = Normalised()(x)
+    torch.testing.assert_close(found, expected)
+    (graph,) = graphs
+    assert graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan)
+    assert any("scale" in str(node.target) for node in graph.graph.find_nodes(op="placeholder"))
+    assert not torch._dynamo.config.specialize_float

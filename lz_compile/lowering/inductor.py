@@ -491,8 +491,11 @@ def see_assignments(*, is_behind: bool) -> None:
     output = translator.output
     if not is_behind:
         _objects.setdefault(translator, []).append(output.side_effects)
+        _take_floats_for_constants(translator)
         return
     known, met = output.side_effects, _objects[translator].pop()
+    if not _objects[translator]:
+        _float_symbols_again(translator)
     for held in met.keepalive:
         variable = met.id_to_variable.get(id(held))
         kinds = (AttributeMutationExisting, ValueMutationExisting)
@@ -502,6 +505,27 @@ def see_assignments(*, is_behind: bool) -> None:
     for variable in known.id_to_variable.values():
         if isinstance(variable, UserDefinedObjectVariable):
             variable.dict_vt = None
+
+
+#: Who traces a scan meanwhile.
+_of_constants: weakref.WeakKeyDictionary[Any, weakref.finalize[Any, Any]] = weakref.WeakKeyDictionary()
+
+
+def _take_floats_for_constants(translator: Any) -> None:
+    """Let floats that a step reads of modules be no symbols (2.13): inside of a scan nothing is known of those.
+
+    What needs their values, as the gradient of a layer norm does, broke the graph in the middle of the scan.
+    """
+    if not dynamo_config.specialize_float and translator not in _of_constants:
+        dynamo_config.specialize_float = True
+        restore = partial(setattr, dynamo_config, "specialize_float", False)
+        _of_constants[translator] = weakref.finalize(translator, restore)  # also where tracing ends in between
+
+
+def _float_symbols_again(translator: Any) -> None:
+    restore = _of_constants.pop(translator, None)
+    if restore is not None:
+        restore()
 
 
 def traced_modules(name: str) -> list[torch.nn.Module]:

@@ -18,6 +18,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground import events
+from lz_compile.ground.isolation import isolated
 from lz_compile.lowering import inductor
 from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.step_source import LoopWriter, NotKernelsError, written
@@ -47,7 +48,8 @@ def _program(step: str, layouts: tuple[Any, ...], states: int, strides: tuple[in
         each if isinstance(each, int) else inductor.empty_cpu(tuple(each[0]), tuple(each[1]), each[2])
         for each in layouts
     ]
-    source, numbers, scratch = LoopWriter(written(json.loads(step)["code"]), made, states, strides).write()
+    with isolated():
+        source, numbers, scratch = LoopWriter(written(json.loads(step)["code"]), made, states, strides).write()
     function = inductor.load_cpp(source).run
     function.restype = ctypes.c_char_p
     places, total = [], 0

@@ -55,17 +55,23 @@ class _Recorder:
 
 
 class _Torch:
-    """PyTorch's names without its operators, which are no kernels."""
+    """PyTorch's names, of whose operators there are none but views: others are no kernels."""
 
     def __getattr__(self, name: str) -> Any:
-        if name == "ops":
-            raise NotKernelsError("a step calls an operator")
-        return getattr(torch, name)
+        return _Views() if name == "ops" else getattr(torch, name)
 
 
-class _Refusing:
+class _Views:
+    @property
+    def aten(self) -> _Views:
+        return self
+
+    @property
+    def view(self) -> Any:
+        return torch.ops.aten.view
+
     def __getattr__(self, name: str) -> Any:
-        raise NotKernelsError(f"a step calls {name}")
+        raise NotKernelsError(f"a step calls an operator ({name})")
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         raise NotKernelsError("a step makes memory in another way")
@@ -95,7 +101,7 @@ def written(code: str) -> Written:
     names: dict[str, Any] = {"__name__": "step", "async_compile": recorder}
     exec(compile(header, "<step>", "exec"), names)  # Inductor's own code
     refused = ("aten", "inductor_ops", "_quantized", "alloc_from_pool", "extern_kernels")
-    names |= {**dict.fromkeys(refused, _Refusing()), "empty_strided_cpu": recorder.empty_strided_cpu}
+    names |= {**dict.fromkeys(refused, _Views()), "empty_strided_cpu": recorder.empty_strided_cpu}
     body = "".join(rest).split("\nif __name__ ==")[0]
     exec(compile(body, "<step>", "exec"), names)
     names["torch"] = _Torch()
