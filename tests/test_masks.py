@@ -266,7 +266,6 @@ CASES = (
 )
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.make.__name__)
 def test_a_mask_is_read_for_what_it_means(case: Case, dynamic: bool) -> None:
