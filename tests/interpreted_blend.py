@@ -55,7 +55,7 @@ def check(attrs: BlendAttrs, dtype: torch.dtype, sizes: tuple[int, int, int], al
     torch.testing.assert_close(found.double(), expected, rtol=4 * slack, atol=4 * slack)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @for_every_dtype
 @pytest.mark.parametrize("is_residual", [False, True])
 @pytest.mark.parametrize("shape", [(), (5, 1, 1), (1, 3, 1), (5, 3, 1)])
@@ -78,7 +78,7 @@ def test_a_weight_may_be_a_number_and_a_tile_may_be_cut():
     check(BlendAttrs(), torch.float32, (1, 1, 1), 0.3)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("classes", [2, 3, 100, 2048, 5000])
 @for_every_dtype
 def test_a_margin_is_that_of_the_two_largest(classes, dtype):

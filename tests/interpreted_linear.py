@@ -147,7 +147,7 @@ def test_products_are_the_definitions(problem, is_rounded):
     check(problem, problem.dtype if is_rounded else torch.float32)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 @pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
 @pytest.mark.parametrize("stored", [torch.int8, "low_first", "high_half"], ids=str)
@@ -166,7 +166,7 @@ def test_inputs_of_16_bits_are_multiplied_with_stored_numbers_where_a_tile_lies_
     assert [*forms.values()] == [256, 128, 32, 16, 32, 0, 64, 64, 16, 0, 16, 0, 64, 64, 32, 16, 16, 0]
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", ["stored", "meant", "cut"])
 @pytest.mark.parametrize("dtype", FLOAT8, ids=str)
 @pytest.mark.parametrize("given_dtype", DTYPES, ids=str)
@@ -186,7 +186,7 @@ def test_every_number_of_eight_bits_is_that_number(given_dtype, dtype, form):
 # ---- what is no number, and what is nothing --------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(40, 5, 1), (40, 5, 2), (64, 5, 2)], ids=str)
 @pytest.mark.parametrize("name", ["input", "weight", "scale", "zero", "offset", "bias"])

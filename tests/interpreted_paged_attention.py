@@ -123,7 +123,7 @@ def test_a_result_may_be_wider_than_the_query():
     check(x, out_dtype=torch.float32)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 @pytest.mark.parametrize("query", FLOATING, ids=str)
 def test_every_number_of_eight_bits_is_that_number(dtype, query):

@@ -39,7 +39,7 @@ def _nothing_fell_back():
     assert not health.retirements()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [1, 1500])
 @pytest.mark.parametrize("names", COMBINATIONS, ids="-".join)
@@ -69,7 +69,7 @@ def test_rows_without_a_distribution_are_told_from_others(value):
     assert triton_sampling.sampling(op.Operands(logits=logits), attrs).isnan().all(-1).tolist() == [False, True]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("top_p_ties", op.TIES)
 @pytest.mark.parametrize("top_k_ties", op.TIES)
 def test_of_equal_scores_those_are_kept_that_the_reference_keeps(top_k_ties, top_p_ties):

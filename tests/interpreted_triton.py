@@ -127,7 +127,7 @@ def test_a_norm_and_its_gradients_are_the_references(case, rows, hidden):
     check_norm(_NORMS[case], rows, hidden, torch.float32)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @for_every_norm
 @for_every_dtype
 def test_a_norm_is_computed_in_every_dtype(case, dtype):
@@ -277,7 +277,7 @@ def residual_norm(x: Tensor, other: Tensor, *weights: Tensor, attrs: NormAttrs) 
     return triton_norm.residual_norm(norm_op.Operands(total, **by_name(attrs, weights)), attrs)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("hidden", [1, 3, 100, 1000])
 @pytest.mark.parametrize("case", ["rms", "rms_offset", "layer", "layer_without_weights", "layer_of_a_bias", "floor"])
 def test_a_residual_is_added_and_normalised_with_gradients_through_both_results(case, hidden):
@@ -363,7 +363,7 @@ def check_rope(operands: Sequence[Tensor], attrs: RopeAttrs, dtype: torch.dtype)
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", _ROPES)
 @pytest.mark.parametrize("has_half_tables", [False, True])
 @pytest.mark.parametrize("is_interleaved", [False, True])
@@ -391,7 +391,7 @@ def test_no_positions_are_no_error():
     assert triton_rope.rope(rope_op.Operands(given, cos, sin), attrs).shape == (2, 3, 0, 8)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("case", ["whole", "features_between"])
 @pytest.mark.parametrize("is_interleaved", [False, True])
@@ -425,7 +425,7 @@ def check_mlp(operands: Sequence[Tensor], attrs: MlpAttrs, dtype: torch.dtype) -
     )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @for_every_dtype
 @pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)

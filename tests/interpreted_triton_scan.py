@@ -105,7 +105,7 @@ def test_steps_are_the_references_for_any_tile_and_span(tile, span, **form):
     assert_near({"reads": results[0], "last": results[1], **gradients}, exact, 1e-9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @pytest.mark.parametrize("scan", [triton_scan.scan, triton_scan.chunked_scan], ids=["steps", "chunks"])
 def test_operands_of_every_dtype_are_computed_in_float32(scan, dtype):

@@ -121,6 +121,7 @@ def masks(queries: int = 6, keys: int = 9) -> dict[str, Tensor | None]:
 # ---- what it computes ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("mask", ["none", "bool", "float"])
 @pytest.mark.parametrize("causal", [True, False])

@@ -416,6 +416,7 @@ def _with_sink(cut: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
     return attention
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_sink_is_cut_off_in_any_way(cut: str, dynamic: bool | None) -> None:

@@ -158,7 +158,7 @@ def band(backend: Rewriting) -> tuple[int, int] | None:
     return None if found is None else (found["lower"], found["upper"])
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", some(WINDOWS, 14, lambda name: not name.startswith("products")))
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_windows_of_keys_are_a_band_of_them(name: str, is_trained: bool) -> None:

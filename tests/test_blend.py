@@ -412,6 +412,7 @@ def test_all_of_triton_is_the_reference_in_its_interpreter() -> None:
     interpreted("interpreted_blend.py", "not (strided or cut)")
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp64"])
 @pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 90, 32), ("hip", "gfx942", 64)], ids=["cuda", "hip"])

@@ -262,7 +262,7 @@ READS = {
 }
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_graded", [False, True])
 @pytest.mark.parametrize("reads", READS)
 @pytest.mark.parametrize("update", OPAQUE)
@@ -328,6 +328,7 @@ def _loop(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     return torch.stack(found)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("steps", [12, 200, 300])
 @pytest.mark.parametrize("scale", [1.0, 0.25], ids=["chaotic", "calm"])
 def test_products_without_the_state_leave_loops_that_no_kernel_knows(steps, scale):

@@ -292,7 +292,6 @@ MATRICES: dict[str, Matrix] = {
 }
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.parametrize("poisoned_one", ["query", "key", "value"])
 def test_what_one_operand_leaves_out_is_nan_there_and_nowhere_else(name: str, poisoned_one: str) -> None:

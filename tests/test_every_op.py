@@ -377,6 +377,7 @@ def test_what_is_attentions_is_refused_for_others():
         lz.tune("attention", head_dim=8, sizes={"head_dim": 8})
 
 
+@pytest.mark.sampled
 @for_every_op
 @pytest.mark.parametrize("is_right", [True, False])
 def test_warming_up_runs_the_kernel_that_is_chosen_if_it_is_right(op, is_right, planted, monkeypatch):

@@ -75,7 +75,7 @@ CALLS: dict[str, tuple[Callable[..., Tensor], Callable[..., Tensor], tuple[tuple
 BACKENDS: dict[str, Any] = {"eager": None, "aot_eager": "aot_eager", "inductor": "inductor", "layerzero": layerzero}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", CALLS)
 def test_values_and_gradients_are_those_of_the_definition(name: str, backend: str) -> None:
@@ -94,7 +94,7 @@ def test_values_and_gradients_are_those_of_the_definition(name: str, backend: st
         torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("per_pair", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])

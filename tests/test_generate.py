@@ -115,7 +115,7 @@ def unchanged(module: torch.fx.GraphModule, _inputs: Any) -> Backend:
 SPELLINGS = [("llama", "eager"), ("llama", "sdpa"), ("gpt2", "eager"), ("gemma", "eager")]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(("family", "attn"), SPELLINGS)
 def test_generated_tokens_are_those_of_eager_and_compilations_those_of_dynamo(family, attn, cache):
@@ -151,7 +151,7 @@ def logits_by_step(model: Any, forward: Backend, kind: str, tokens: Tensor) -> l
     return results
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", ["growing", "fixed"])
 @pytest.mark.parametrize(("family", "attn"), SPELLINGS)
 def test_logits_are_those_of_eager_step_by_step(family, attn, kind):

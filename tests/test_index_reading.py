@@ -219,6 +219,7 @@ def test_very_many_programs_are_read_for_what_they_compute(given_: list[Step], d
 _UNREAD = frozenset({"short", "repeat"})
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", sorted(set(STEPS)))
 def test_every_operation_is_read(name: str, dynamic: bool) -> None:

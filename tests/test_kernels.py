@@ -698,7 +698,7 @@ def _grouped(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
     return scores.softmax(-1) @ value
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @for_every_dtype
 @for_every_kernel
 def test_a_locked_kernel_runs_in_a_compiled_model(kernel, dtype):

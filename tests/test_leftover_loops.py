@@ -172,6 +172,7 @@ def _given(y: Tensor, after: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor
     return after(y), y
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_apart", [False, True])
 @pytest.mark.parametrize("name", KEPT)
 def test_what_a_step_gives_may_be_what_its_backward_keeps(name: str, is_apart: bool) -> None:

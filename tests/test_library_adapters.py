@@ -319,6 +319,7 @@ def test_what_a_library_takes_only_together_with_causality_is_told():
 # ---- in compiled code ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=lambda d: str(d)[6:])
 @for_every_library
@@ -599,7 +600,7 @@ def emitted_by_flex(attrs: AttentionAttrs, has_documents: bool) -> Callable[...,
     return kernel
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize("has_documents", [False, True])
 @pytest.mark.parametrize("band", [Band(upper=0), Band(-3, 0, at_end=True), Band(-2, 3)], ids=str)

@@ -86,7 +86,7 @@ def test_all_numbers_of_eight_bits_are_read(dtype, width):
     torch.testing.assert_close(cpp_linear.linear(x, attrs)[0], expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("stored", [torch.int8, torch.uint8, *FLOAT8, *PACKINGS])
 @pytest.mark.parametrize("names", [(), ("scale",), ("scale", "zero"), ("scale", "offset"), ("zero", "offset")], ids=str)
 def test_rows_give_the_same_bits_whatever_is_beside_them(stored, names):

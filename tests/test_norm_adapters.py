@@ -118,6 +118,7 @@ def test_a_descriptor_claims_what_its_adapter_computes(kernel, case):
     assert (not reasons_against(kernel, attrs)) == (case in _CLAIMED[kernel])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("case", _CASES)
 @for_every_dtype
 @for_every_adapter

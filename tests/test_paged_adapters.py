@@ -172,6 +172,7 @@ def problem(name: str, lengths: list[int], counts: list[int] | None = None, **ch
     return Problem(lengths, counts, **sizes).operands()
 
 
+@pytest.mark.sampled
 @for_every_adapter
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("told", [{}, {"softcap": 2.0, "scale": 0.3}], ids=["plain", "told"])

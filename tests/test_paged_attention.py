@@ -260,6 +260,7 @@ def test_even_requests_have_four_dimensions(is_hnd):
     torch.testing.assert_close(single, found[:, -1:])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "layerzero"])
 @pytest.mark.parametrize("is_ragged", [False, True])
 def test_a_compiled_step_writes_and_looks(backend, is_ragged):

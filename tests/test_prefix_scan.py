@@ -97,7 +97,7 @@ def inputs(shape: tuple[int, ...], dtype: torch.dtype, seed: int, narrow: int | 
     return a.requires_grad_(), torch.randn(shape, generator=generator, dtype=dtype).requires_grad_()
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.parametrize("form", sorted(FORMS))
 @pytest.mark.parametrize("seed", range(3))
 def test_every_form_is_one_recurrence_with_its_gradients(form: str, seed: int) -> None:

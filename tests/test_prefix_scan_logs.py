@@ -60,6 +60,7 @@ def compiled(
     return backend, results[0], results[1]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("function", [heinsen, min_gru, min_gru_with_state, last_dimension])
 @pytest.mark.parametrize("wants_grad", [False, True])
 def test_a_recurrence_of_logarithms_is_a_scan(function: Callable[..., Tensor], wants_grad: bool) -> None:

@@ -100,7 +100,7 @@ def compiled(function: Sweep, steps: int = 16) -> tuple[Rewriting, Tensor, Tenso
         return backend, torch.compile(function, backend=backend, fullgraph=True)(a, x), function(a, x)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     "sweep",
     [blelloch_by_slices, blelloch_by_views, doubling, backwards(doubling), reversed_doubling, padded, summed],

@@ -97,6 +97,7 @@ CAUSAL = lambda q, k: k <= q  # noqa: E731
 WINDOW = lambda q, k: (k <= q) & (k > q - 7)  # noqa: E731
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("spell", [additive, selecting, fused])
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -23,6 +23,7 @@ def model_of() -> nn.Module:
     return nn.Sequential(nn.Linear(256, 384), nn.ReLU(), nn.Linear(384, 100, bias=False), nn.LayerNorm(100)).eval()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_products_are_recognised_and_right(format, dtype):

@@ -81,7 +81,7 @@ def test_nothing_as_large_as_the_scores_is_stored_for_the_backward(kernel):
     assert max(saved_sizes(lambda: by_inductor(*operands))) == SCORES
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.parametrize("function", [attention, with_checkpoint, under_autocast])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_gradients_are_those_of_eager(kernel, function):

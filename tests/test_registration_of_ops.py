@@ -109,6 +109,7 @@ def test_a_function_is_given_the_ops_operands_and_attributes(op, is_traceable):
     assert health.retired(ID) is None
 
 
+@pytest.mark.sampled
 @for_every_op
 @in_both_ways
 def test_a_function_is_proven_and_put_into_a_graph(op, is_traceable):

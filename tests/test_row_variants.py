@@ -40,6 +40,7 @@ def rewritten(backend: Rewriting, op: str) -> list[bool]:
 ROTATIONS = variants.rotations()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", some(ROTATIONS, 8, lambda name: name.startswith("small")))
 @pytest.mark.parametrize("kind", ["static", "dynamic", "trained"])
 def test_rotations_by_a_matrix_for_each_pair_are_embeddings(name: str, kind: str) -> None:
@@ -92,6 +93,7 @@ class Turned(nn.Module):
 LARGE = {name: variant for name, variant in ROTATIONS.items() if not name.startswith("small")}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LARGE)
 @pytest.mark.parametrize("kind", ["dynamic", "trained"])
 def test_rotations_by_a_matrix_of_all_features_are_embeddings_where_its_values_are_known(name: str, kind: str) -> None:

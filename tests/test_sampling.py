@@ -591,6 +591,7 @@ def test_triton_draws_what_the_definition_draws_in_its_interpreter():
     interpreted("interpreted_sampling.py")
 
 
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("result", op.VARIANTS)
 @pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 90, 32), ("hip", "gfx942", 64)], ids=["cuda", "hip"])

@@ -79,6 +79,7 @@ def test_the_kernels_of_this_package_are_found():
     assert {*OURS} <= {*HERE}
 
 
+@pytest.mark.sampled
 @for_every_problem
 @for_every_kernel
 def test_a_kernel_is_the_reference_with_gradients(name, case):
@@ -158,6 +159,7 @@ def test_operands_may_have_any_strides_and_dtypes_of_their_own(name):
 # ---- digits ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("structure", STRUCTURES)
 @for_every_kernel

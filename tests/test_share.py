@@ -63,6 +63,7 @@ WRITES: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("write", WRITES)
 @pytest.mark.parametrize(
     ("op", "kernel"), [(name, kernel) for name, (_, _, kernels) in OPS.items() for kernel in kernels]
@@ -91,6 +92,7 @@ MODES: dict[str, Callable[[], AbstractContextManager[object]]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_first", [True, False])
 @pytest.mark.parametrize(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,6 +32,14 @@ def test_every_third_case_meets_all_values_of_a_grid_of_twos():
     mark = pytest.mark.sampled(3)
     grid = [Item(f"test_a[{one}-{other}]", mark) for one in range(4) for other in "xy"]
     assert kept(*grid, Item("test_b")) == ["test_a[0-x]", "test_a[1-y]", "test_a[3-x]", "test_b"]
+
+
+def test_a_grid_is_covered_by_as_few_cases_as_its_longest_side():
+    grid = []
+    for one, other, third in itertools.product(range(4), range(3), range(2)):
+        grid.append(Item(f"test_a[{one}-{other}-{third}]", pytest.mark.sampled))
+        grid[-1].callspec = SimpleNamespace(params={"one": one, "other": other, "third": third})
+    assert kept(*grid) == ["test_a[0-0-0]", "test_a[1-1-1]", "test_a[2-2-0]", "test_a[3-0-0]"]
 
 
 def test_cases_are_kept_by_name_whatever_stands_in_it():

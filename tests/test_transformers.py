@@ -215,6 +215,7 @@ def tokens(model: Any, cache: str | None, count: int = 32) -> Tensor:
     return found
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("cache", [None, "static"], ids=["dynamic", "static"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_generation_gives_the_same_tokens(name: str, cache: str | None):

@@ -72,7 +72,7 @@ _COMPILED = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 90, 32), ("hip", "gfx942", 64)], ids=["cuda", "hip"])

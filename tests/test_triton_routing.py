@@ -49,7 +49,7 @@ def _compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled
 @pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize(("dtype", "is_plain"), [("bf16", False), pytest.param("fp32", True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 90, 32), ("hip", "gfx942", 64)], ids=["cuda", "hip"])

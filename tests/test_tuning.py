@@ -481,7 +481,7 @@ CAUSAL: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled
 @pytest.mark.usefixtures("eagerly")
 @pytest.mark.parametrize("spelling", CAUSAL)
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -1,8 +1,8 @@
 """Two tiers: ``make test`` runs a covering sample of cases that are drawn or paired, ``make test-thorough`` all of them.
 
-``@pytest.mark.thorough`` leaves a test to the second tier. ``@pytest.mark.sampled(3)`` keeps every third case of one in the
-first, which meets all values of each grid whose length three does not divide; ``@pytest.mark.sampled("a", "b")`` the cases
-of these names. `examples` is the same for Hypothesis. ``LZ_TEST_THOROUGH=1`` runs both tiers.
+``@pytest.mark.thorough`` leaves a test to the second tier. ``@pytest.mark.sampled`` keeps as many cases of a grid in the first
+as meet every value of every parameter; ``@pytest.mark.sampled(3)`` every third; ``@pytest.mark.sampled("a", "b")`` those of
+these names. `examples` is the same for Hypothesis. ``LZ_TEST_THOROUGH=1`` runs both tiers.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -36,10 +37,24 @@ def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 def _left_out(name: str, group: list[pytest.Item]) -> Iterable[pytest.Item]:
     marks = {mark.args for item in group for mark in item.iter_markers("sampled")}
     (kept,) = marks or {(1,)}
-    if isinstance(kept[0], int):
+    if not kept:
+        sampled = _covering(group)
+    elif isinstance(kept[0], int):
         sampled = group[:: kept[0]]
     else:
         sampled = [item for item in group if item.nodeid.partition("[")[2][:-1] in kept]
         if len(sampled) != len(kept):
             raise pytest.UsageError(f"{name}: of {kept}, these are cases: {[item.name for item in sampled]}")
     return (item for item in group if item not in sampled or item.get_closest_marker("thorough"))
+
+
+def _covering(group: list[Any]) -> list[pytest.Item]:
+    """One after the other that which has most values that none before it has."""
+    first = [item for item in group if not item.get_closest_marker("thorough")]
+    wanted = {item: {(name, id(value)) for name, value in item.callspec.params.items()} for item in first}
+    sampled: list[pytest.Item] = []
+    missing = set().union(*wanted.values())
+    while missing:
+        sampled.append(max(wanted, key=lambda item: len(wanted[item] & missing)))
+        missing -= wanted[sampled[-1]]
+    return sampled
