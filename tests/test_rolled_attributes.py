@@ -122,6 +122,41 @@ class Inner(nn.Module):
         return self.own(2 * x) + 1
 
 
+class InFront(nn.Module):
+    """What ``forward`` assigns is no state of the loop in another method, whose steps come to no ``forward`` but the cell's."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell, self.count, self.before = nn.Linear(4, 4), 2, None
+
+    def forward(self, x):
+        self.count = 2 if self.count == 2 else 3
+        self.before = x[:, 0].clone()
+        return self.over(x, torch.zeros_like(x[:, 0]))
+
+    def over(self, x, h):
+        found = []
+        for t in range(x.shape[1]):
+            h = torch.tanh(self.cell(h) + x[:, t])
+            found.append(h)
+        return torch.stack(found, 1)
+
+
+class ByAnotherName(nn.Module):
+    """A step calls a module by a name of the function's own."""
+
+    def __init__(self):
+        super().__init__()
+        self.neuron = Membrane()
+
+    def forward(self, x):
+        self.neuron.potential = torch.zeros_like(x[:, 0])
+        fire, found = self.neuron, []
+        for x_t in x.unbind(1):
+            found.append(fire(x_t))
+        return torch.stack(found, 1)
+
+
 def states(module):
     names = ("potential", "h", "seen", "before")
     return [getattr(each, name) for each in module.modules() for name in names if hasattr(each, name)]
@@ -139,7 +174,7 @@ def compiled(module):
     return torch.compile(module, backend=graphs, dynamic=True), graphs
 
 
-@pytest.mark.parametrize("kind", [Network, Own, Layers, Inner, Chosen])
+@pytest.mark.parametrize("kind", [Network, Own, Layers, Inner, Chosen, InFront])
 def test_attributes_are_carried_by_a_scan_and_hold_the_same_behind_it(kind):
     torch.manual_seed(0)
     module = kind()
@@ -278,6 +313,7 @@ class InPlaceInside(nn.Module):
         (Shared, "is there twice"),
         (Counting, "something else than tensors"),
         (InPlaceInside, "LOOP_NOT_ROLLED"),
+        (ByAnotherName, "LOOP_NOT_ROLLED"),
     ],
 )
 def test_a_loop_stays_where_others_see_its_attributes_or_they_are_more(kind, reason):

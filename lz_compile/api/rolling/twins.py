@@ -142,9 +142,9 @@ def parts_of(
         NotRolledError: others may see what is assigned, or it is more than assigned.
     """
     every = {path: (each, methods_of(plain(type(each)))) for path, each in module.named_modules(remove_duplicate=False)}
-    reached = _reached(body, [found for _, found in every.values()], function)
+    reached = _reached(body, {path: found for path, (_, found) in every.items()}, function)
     direct = _assigned(body, "self")
-    states = {path: _states(found, reached, function) for path, (_, found) in every.items()}
+    states = {path: _states(found, reached[path], function) for path, (_, found) in every.items()}
     for names in direct:
         owner = ".".join(names[:-1])
         if owner not in every:
@@ -219,16 +219,26 @@ def _call(twin: Any, *given: Any, **named: Any) -> Any:
     return twin.forward(*given, **named)
 
 
-def _reached(body: list[ast.stmt], every: list[dict[str, Any]], function: types.FunctionType) -> set[str]:
-    """Names of methods that a step may come to, as far as names tell."""
-    wanted, known = {*names_read(body), "forward"}, set[str]()
-    while wanted:
-        name = wanted.pop()
-        known.add(name)
-        for method in (found[name] for found in every if name in found):
-            if isinstance(method, types.FunctionType) and method is not function:
-                wanted |= names_in(method) - known
-    return known
+def _reached(
+    body: list[ast.stmt], every: dict[str, dict[str, Any]], function: types.FunctionType
+) -> dict[str, set[str]]:
+    """Names of methods that a step may come to, by module, as far as names tell: of ``forward``, where a module is named."""
+    known, before = names_read(body), set[str]()
+    is_any = _calls_a_local(body, function)  # which may be each of them
+    while known != before:
+        before = known
+        called = {path: known | {"forward"} if is_any or known & {*path.split(".")} else known for path in every}
+        methods = [found[name] for path, found in every.items() for name in called[path] & found.keys()]
+        functions = [each for each in methods if isinstance(each, types.FunctionType) and each is not function]
+        known = known.union(*map(names_in, functions))
+    return called
+
+
+def _calls_a_local(body: list[ast.stmt], function: types.FunctionType) -> bool:
+    code = function.__code__
+    own = {*code.co_varnames, *code.co_cellvars, *code.co_freevars}
+    calls = (each.func for statement in body for each in ast.walk(statement) if isinstance(each, ast.Call))
+    return any(isinstance(each, ast.Name) and each.id in own for each in calls)
 
 
 def _states(methods: dict[str, Any], reached: Iterable[str], function: types.FunctionType) -> set[str]:
