@@ -271,7 +271,7 @@ class Masked(nn.Module):
         return (x @ x.mT / 4 + self.mask).softmax(-1) @ x
 
 
-def _compiled(model: nn.Module, *inputs: Any) -> Any:
+def _compiled(model: Callable[..., Any], *inputs: Any) -> Any:
     torch._dynamo.reset()
     with torch.no_grad():
         return torch.compile(model, backend="layerzero", dynamic=False)(*inputs)
@@ -334,6 +334,21 @@ def test_a_finished_graph_gives_the_same_bits_writes_and_views(saved: Saved):
     assert saved.model.calls == 1
     assert found[1].untyped_storage().data_ptr() == saved.x.untyped_storage().data_ptr()
     assert not _is_equal(_compiled(saved.model, saved.x), saved.result), "the buffer is read anew in every call"
+
+
+def test_constants_of_a_finished_graph_are_there_again(tmp_path: Path):
+    def weighed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = torch.tensor([float(i) for i in range(64)])
+        return weights, x * weights
+
+    wanted = _compiled(weighed, torch.ones(64))
+    lz_compile.save_artifacts(tmp_path / "a.zip")
+    lz_compile.load_artifacts(tmp_path / "a.zip")
+    for _ in range(2):
+        found = _compiled(weighed, torch.ones(64))
+        assert lz_compile.reports()[-1].loaded
+        assert _is_equal(found, wanted)
+        found[0].zero_()
 
 
 def test_other_measurements_compile_a_finished_graph_anew(saved: Saved):
