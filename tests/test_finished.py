@@ -126,6 +126,11 @@ _SETTINGS: dict[str, Callable[[], Any]] = {
     "PyTorch's attention": lambda: _set(
         torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False
     ),
+    "the order of a product of many": lambda: _set(
+        lambda: torch.backends.opt_einsum.strategy,
+        lambda strategy: setattr(torch.backends.opt_einsum, "strategy", strategy),
+        "greedy",
+    ),
     "oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),
     "Inductor's settings": lambda: torch._inductor.config.patch("cpp.simdlen", 1),
     "AOTAutograd's settings": lambda: torch._functorch.config.patch(functionalize_rng_ops=True),
@@ -349,6 +354,29 @@ def test_constants_of_a_finished_graph_are_there_again(tmp_path: Path):
         assert lz_compile.reports()[-1].loaded
         assert _is_equal(found, wanted)
         found[0].zero_()
+
+
+def test_another_mask_in_a_buffer_is_read_anew(tmp_path: Path):
+    """What was decided for a mask of no use to any kernel says nothing of a causal one."""
+
+    class Useless(Masked):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask = torch.rand(8, 8, generator=torch.Generator().manual_seed(0))
+
+    x = torch.randn(2, 8, 16)
+    wanted = _compiled(Useless(), x)
+    assert finished._made, "nothing rests on those values"
+    lz_compile.save_artifacts(tmp_path / "a.zip")
+    finished.forget()
+    lz_compile.load_artifacts(tmp_path / "a.zip")
+    assert torch.equal(_compiled(Useless(), x), wanted)
+    assert lz_compile.reports()[-1].loaded
+    model = Useless()
+    model.mask.copy_(Masked().mask)
+    found = _compiled(model, x)
+    assert not lz_compile.reports()[-1].loaded
+    torch.testing.assert_close(found, model(x))
 
 
 def test_other_measurements_compile_a_finished_graph_anew(saved: Saved):
