@@ -164,7 +164,7 @@ def _store_what_is_spread(scan: fx.Node) -> None:
             stride == 0 and size != 1 for size, stride in zip(value.shape, value.stride(), strict=True)
         ):
             continue
-        whole = {"memory_format": torch.contiguous_format}
+        whole: dict[str, Any] = {"memory_format": torch.contiguous_format}
         with scan.graph.inserting_before(scan):
             stored = scan.graph.call_function(torch.ops.aten.clone.default, (operand,), whole)
         stored.meta["val"] = torch.ops.aten.clone.default(value, **whole)
