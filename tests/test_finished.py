@@ -126,6 +126,11 @@ _SETTINGS: dict[str, Callable[[], Any]] = {
     "PyTorch's attention": lambda: _set(
         torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp, False
     ),
+    "the order of a product of many": lambda: _set(
+        lambda: torch.backends.opt_einsum.strategy,
+        lambda strategy: setattr(torch.backends.opt_einsum, "strategy", strategy),
+        "greedy",
+    ),
     "oneDNN": lambda: torch.backends.mkldnn.flags(enabled=False),
     "Inductor's settings": lambda: torch._inductor.config.patch("cpp.simdlen", 1),
     "AOTAutograd's settings": lambda: torch._functorch.config.patch(functionalize_rng_ops=True),
@@ -271,7 +276,7 @@ class Masked(nn.Module):
         return (x @ x.mT / 4 + self.mask).softmax(-1) @ x
 
 
-def _compiled(model: nn.Module, *inputs: Any) -> Any:
+def _compiled(model: Callable[..., Any], *inputs: Any) -> Any:
     torch._dynamo.reset()
     with torch.no_grad():
         return torch.compile(model, backend="layerzero", dynamic=False)(*inputs)
@@ -334,6 +339,44 @@ def test_a_finished_graph_gives_the_same_bits_writes_and_views(saved: Saved):
     assert saved.model.calls == 1
     assert found[1].untyped_storage().data_ptr() == saved.x.untyped_storage().data_ptr()
     assert not _is_equal(_compiled(saved.model, saved.x), saved.result), "the buffer is read anew in every call"
+
+
+def test_constants_of_a_finished_graph_are_there_again(tmp_path: Path):
+    def weighed(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        weights = torch.tensor([float(i) for i in range(64)])
+        return weights, x * weights
+
+    wanted = _compiled(weighed, torch.ones(64))
+    lz_compile.save_artifacts(tmp_path / "a.zip")
+    lz_compile.load_artifacts(tmp_path / "a.zip")
+    for _ in range(2):
+        found = _compiled(weighed, torch.ones(64))
+        assert lz_compile.reports()[-1].loaded
+        assert _is_equal(found, wanted)
+        found[0].zero_()
+
+
+def test_another_mask_in_a_buffer_is_read_anew(tmp_path: Path):
+    """What was decided for a mask of no use to any kernel says nothing of a causal one."""
+
+    class Useless(Masked):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask = torch.rand(8, 8, generator=torch.Generator().manual_seed(0))
+
+    x = torch.randn(2, 8, 16)
+    wanted = _compiled(Useless(), x)
+    assert finished._made, "nothing rests on those values"
+    lz_compile.save_artifacts(tmp_path / "a.zip")
+    finished.forget()
+    lz_compile.load_artifacts(tmp_path / "a.zip")
+    assert torch.equal(_compiled(Useless(), x), wanted)
+    assert lz_compile.reports()[-1].loaded
+    model = Useless()
+    model.mask.copy_(Masked().mask)
+    found = _compiled(model, x)
+    assert not lz_compile.reports()[-1].loaded
+    torch.testing.assert_close(found, model(x))
 
 
 def test_other_measurements_compile_a_finished_graph_anew(saved: Saved):

@@ -22,7 +22,7 @@ from lz_compile.compile import telling
 from lz_compile.compile.finished_key import CompiledAnewError, key_of
 from lz_compile.compile.options import split
 from lz_compile.ground import events, telemetry
-from lz_compile.lowering import dynamo, finished_code
+from lz_compile.lowering import dynamo, finished_code, value_guards
 from lz_compile.lowering.finished_code import Code, NotKeepableError
 from lz_compile.report.report import GraphReport, new_report
 from lz_compile.runtime.kernels.registry import kernels
@@ -43,12 +43,14 @@ class Asked:
 class Finished:
     """A compiled graph: its code, what was decided and why, and what those decisions asked of the measurements.
 
-    ``pickled`` is PyTorch's part of the code, as PyTorch's caches hold it.
+    ``pickled`` is PyTorch's part of the code, as PyTorch's caches hold it; ``values`` a hash of those inputs that were
+    looked at, by their places.
     """
 
     code: Code
     report: GraphReport
     asked: tuple[Asked, ...]
+    values: Mapping[int, str]
     pickled: bytes
 
 
@@ -59,6 +61,7 @@ class _Made:
     entry: Any
     report: GraphReport
     asked: tuple[Asked, ...]
+    values: Mapping[int, str]
 
 
 #: Events that say nothing of the code: rates that could not be measured are the usual ones.
@@ -84,6 +87,7 @@ class Attempt:
     key: str | None = None
     why: str = ""
     asked: set[Question] = field(default_factory=set)
+    looked_at: Sequence[torch.Tensor] = ()
     guards: tuple[int, int] = (0, 0)
 
     @classmethod
@@ -118,7 +122,7 @@ class Attempt:
         from lz_compile.compile.compiler import compile_with_inductor
 
         self.guards = dynamo.guards()
-        with questions.noting() as self.asked:
+        with questions.noting() as self.asked, value_guards.noting() as self.looked_at:
             return compile_with_inductor(self.module, self.inputs, self.mode, self.options, self._keep)
 
     def _taken_up(self) -> Callable[..., Any] | None:
@@ -130,6 +134,9 @@ class Attempt:
             found = msgspec.msgpack.decode(_told[self.key], type=Finished)
             if any(each.question.digest() != each.answers for each in found.asked):
                 events.logger.info("a finished graph is compiled anew: its measurements are others by now")
+                return None
+            if any(_values(self.inputs[place]) != told for place, told in found.values.items()):
+                events.logger.info("a finished graph is compiled anew: a buffer that was read has other values")
                 return None
             _define(found)
             compiled = finished_code.loaded(found.code, found.pickled, [*self.inputs])
@@ -151,7 +158,9 @@ class Attempt:
             events.logger.log(logging.DEBUG, "a graph is compiled in every process: %s", self.why)
             return
         asked = tuple(Asked(each, each.digest()) for each in sorted(self.asked, key=repr))
-        _made[self.key] = _Made(finished_code.entry_of(compiled), report, asked)
+        places = {id(each): place for place, each in enumerate(self.inputs)}
+        values = {places[id(each)]: _values(each) for each in self.looked_at}
+        _made[self.key] = _Made(finished_code.entry_of(compiled), report, asked, values)
 
     def _why_not(self, compiled: Callable[..., Any], report: GraphReport) -> str:
         faults = [event.code for event in report.events if event.code not in _PASSING]
@@ -159,11 +168,17 @@ class Attempt:
             return f"{faults[0]} happened"
         if dynamo.guards() != self.guards:
             return "it holds for some values only"
+        if {id(each) for each in self.looked_at} - {id(each) for each in self.inputs}:
+            return "values were read that are none of its inputs"
         try:
             finished_code.entry_of(compiled)
         except NotKeepableError as reason:
             return str(reason)
         return ""
+
+
+def _values(tensor: torch.Tensor) -> str:
+    return value_guards.digest(tensor).hex()
 
 
 def _define(found: Finished) -> None:
@@ -211,7 +226,7 @@ def made_here() -> Iterator[tuple[str, bytes]]:
             continue
         try:
             code, pickled = finished_code.written(made.entry)
-            yield key, msgspec.msgpack.encode(Finished(code, made.report, made.asked, pickled))
+            yield key, msgspec.msgpack.encode(Finished(code, made.report, made.asked, made.values, pickled))
         except (NotKeepableError, TypeError) as reason:  # TypeError: of what a report tells by objects
             events.record("FINISHED_NOT_SAVED", "a compiled graph is left out", reason, level=logging.INFO)
 

@@ -92,6 +92,12 @@ def _has_ranks() -> bool:
     return agree is not None and agree.is_joined()
 
 
+def _einsum() -> tuple[Any, ...]:
+    """In which order ``torch.einsum`` multiplies more than two tensors."""
+    chosen: Any = torch.backends.opt_einsum
+    return chosen.is_available() and chosen.enabled, chosen.strategy
+
+
 def _unfilled() -> tuple[Any, ...]:
     """Whether memory that is not written yet is filled."""
     deterministic: Any = torch.utils.deterministic
@@ -116,6 +122,7 @@ def _state() -> Iterator[str]:
     flags = [
         backends.mkldnn.is_available() and backends.mkldnn.enabled, backends.mkldnn.deterministic,
         backends.cuda.flash_sdp_enabled(), backends.cuda.math_sdp_enabled(), backends.cuda.mem_efficient_sdp_enabled(),
+        *_einsum(),
     ]  # fmt: skip
     precisions = [
         getattr(getattr(backends.mkldnn, kind, None), "fp32_precision", "") for kind in ("matmul", "conv", "rnn")

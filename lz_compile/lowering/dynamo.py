@@ -97,9 +97,11 @@ def has_custom_passes() -> bool:
 
 
 def guards() -> tuple[int, int]:
-    """How many guards there are on the function that is being compiled, and on its symbolic sizes."""
+    """How many guards there are on the function that is being compiled, AOTAutograd's too, and on its symbolic sizes."""
     context = TracingContext.try_get()
     if context is None:
         return 0, 0
     shapes = None if context.fake_mode is None else context.fake_mode.shape_env
-    return len(context.guards_context.dynamo_guards.inner), 0 if shapes is None else len(shapes.guards)
+    known = context.guards_context
+    count = len(known.dynamo_guards.inner) + len(known.aotautograd_guards)
+    return count, 0 if shapes is None else len(shapes.guards)

@@ -208,8 +208,8 @@ def _run_module(code: Code, key: str, constants: Mapping[str, Any]) -> dict[str,
     scope = vars(module)
     scope["extern_kernels"] = SimpleNamespace(**{name: getattr(torch, name) for name in code.products})
     scope.update({name: _function(kernel) for name, kernel in code.kernels.items()})
-    scope.update(constants)
     exec(compile(code.source, f"<{key}>", "exec"), scope)
+    scope.update(constants)  # for the module itself they are None
     return scope
 
 

@@ -70,7 +70,7 @@ from lz_compile.ground.store import Store
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.lowering.joined_kernels import joined, may_be_joined, numbered, shared_out
 from lz_compile.lowering.regions import has_regions, untangle
-from lz_compile.lowering.value_guards import Frame, KnownValues, has_values, tells_writes
+from lz_compile.lowering.value_guards import Frame, KnownValues, has_values, look_at, tells_writes
 
 if TYPE_CHECKING:
     import sympy
@@ -959,6 +959,7 @@ def _buffer(placeholder: fx.Node) -> _Buffer | None:
         return None
     if not source.guard_source.is_unspecialized_nn_module() or not has_values(argument.example):
         return None
+    look_at(argument.example)
     is_reliable = frame.is_reliable(argument.example, source.name)
     return _Buffer(argument.example, source, frame) if is_reliable else None
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import hashlib
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -74,7 +77,7 @@ class KnownValues:
     """The values of a tensor, and which tensors are known to hold them."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self._digest = _digest(tensor)
+        self._digest = digest(tensor)
         self._seen: ByIdentity[_Seen] = ByIdentity()
         self._comparisons = 0
         self._seen.set(tensor, _Seen.now(tensor, is_equal=True))
@@ -97,7 +100,7 @@ class KnownValues:
         changes = 0 if seen is None else seen.changes + 1
         self._comparisons += 1
         is_worth_it = changes <= MOST_CHANGES and self._comparisons <= MOST_COMPARISONS
-        is_equal = is_worth_it and is_steady(tensor) and _digest(tensor) == self._digest
+        is_equal = is_worth_it and is_steady(tensor) and digest(tensor) == self._digest
         if not is_equal and seen is not None:
             _unsteady.set(tensor, True)
         self._seen.set(tensor, _Seen.now(tensor, is_equal, changes))
@@ -149,7 +152,28 @@ def tells_writes(tensor: Tensor) -> bool:
     )
 
 
-def _digest(tensor: Tensor) -> bytes:
+_looked_at: ContextVar[list[Tensor] | None] = ContextVar("lz_compile_values_looked_at", default=None)
+
+
+@contextmanager
+def noting() -> Iterator[list[Tensor]]:
+    """The tensors whose values are looked at inside, also those on which nothing rests in the end."""
+    found: list[Tensor] = []
+    token = _looked_at.set(found)
+    try:
+        yield found
+    finally:
+        _looked_at.reset(token)
+
+
+def look_at(tensor: Tensor) -> None:
+    """Note that a decision follows from a tensor's values, be it that they are of no use."""
+    noted = _looked_at.get()
+    if noted is not None and not any(each is tensor for each in noted):
+        noted.append(tensor)
+
+
+def digest(tensor: Tensor) -> bytes:
     """A hash of the values, their type and arrangement."""
     values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     found = hashlib.blake2b(f"{values.dtype} {tuple(values.shape)}".encode(), digest_size=32)
