@@ -24,7 +24,7 @@ from lz_compile.passes.graph.modes import Ambient, grad_enabled
 from lz_compile.passes.graph.view import Call, hint_of, is_floating, memory_of, read, tensor_of, value_of
 from lz_compile.passes.graph.writes import NEW
 from lz_compile.passes.loops.roll.piece_values import piece_value
-from lz_compile.passes.loops.roll.piece_writes import store_pieces
+from lz_compile.passes.loops.roll.piece_writes import is_overwritten, store_pieces
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
 from lz_compile.passes.loops.roll.step_graph import Emitter
 from lz_compile.passes.loops.roll.steps import kind_of
@@ -75,9 +75,10 @@ def with_values(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
 
 
 def _is_computed(buffer: fx.Node, count: int) -> bool:
-    """Whether a tensor of which so many pieces are overwritten is computed, and filled by no loop."""
+    """Whether a tensor of which so many pieces are overwritten is computed, filled by no loop, and read afterwards."""
     call = read(buffer)
-    return call is not None and call.name not in NEW and count < LEAST_STEPS and is_floating(buffer)
+    is_one = call is not None and call.name not in NEW and count < LEAST_STEPS and is_floating(buffer)
+    return is_one and not is_overwritten(max(buffer.users))  # else the piece itself is what is read
 
 
 def _piece_stored(node: fx.Node, target: fx.Node, effects: Effects, may_edit: MayEdit) -> fx.Node | None:

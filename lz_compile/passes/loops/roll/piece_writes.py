@@ -112,6 +112,11 @@ def _target(node: fx.Node, chained: Collection[fx.Node] = ()) -> Any:
     return _OPERATORS.get(node.target) if node.op == "call_function" else None
 
 
+def is_overwritten(view: fx.Node) -> bool:
+    """Whether a piece of a tensor is overwritten by its own name."""
+    return any(_target(user) is not None for user in view.users if user.args and user.args[0] is view)
+
+
 def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
     """Rewrite one call, unless somebody looks at the piece through another view afterwards."""
     view, target = node.args[0], _target(node)
