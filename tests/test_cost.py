@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -178,6 +179,24 @@ def test_a_machine_whose_others_have_the_processor_is_busy_however_evenly(
     assert "MACHINE_BUSY" in caplog.text
     monkeypatch.setattr(time, "thread_time", time.perf_counter)
     assert measuring([9.0] * 6) != cost.usual(torch.float32)
+
+
+def test_a_usual_machine_without_tiles_has_no_faster_fused_attention_in_16_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_tiles, without = (cost.usual(torch.bfloat16, has_tiles) for has_tiles in (True, False))
+    assert with_tiles.by_kind.keys() == without.by_kind.keys()
+
+    def share(rates: Rates) -> float:
+        us = rates.us(Work({"fused": 1.0, "product": 1.0}, {"fused": 512, "product": 512}))
+        return us["fused"] / us["product"]
+
+    assert share(with_tiles) < 2.5 < share(without)
+    monkeypatch.setattr(cost, "rates", cost._usual_here)
+    for isa, expected in ((frozenset({"avx512"}), without), (frozenset({"avx512", "amx"}), with_tiles)):
+        here = dataclasses.replace(cost.hardware("cpu"), isa=isa)
+        monkeypatch.setattr(cost, "hardware", lambda _, here=here: here)
+        assert cost.rates(torch.bfloat16) == expected
 
 
 def test_rates_are_measured_outside_of_the_transforms_of_a_program(monkeypatch, tmp_path) -> None:

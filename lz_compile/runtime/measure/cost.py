@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from lz_compile.ground import events, machine
-from lz_compile.ground.hardware import hardware
+from lz_compile.ground.hardware import Hardware, hardware
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.store import Store
 from lz_compile.lowering import inductor
@@ -86,8 +86,10 @@ def parts(kernel_id: str, context: SelectionContext, sizes: Mapping[str, int]) -
     work = None if stated is None else stated(kernel_id, context.dtype, frozenset(context.features), sizes)
     if work is None:
         return None
-    is_here = context.hardware == hardware("cpu") and not _is_impersonal.get()
-    return (rates(context.dtype) if is_here else usual(context.dtype)).us(work)
+    if _is_impersonal.get():
+        return usual(context.dtype).us(work)
+    is_here = context.hardware == hardware("cpu")
+    return (rates(context.dtype) if is_here else usual(context.dtype, _has_tiles(context.hardware))).us(work)
 
 
 @contextmanager
@@ -113,7 +115,7 @@ def rates(dtype: torch.dtype) -> Rates:
     So where the program switched off what is to be measured.
     """
     if not (torch.backends.cuda.flash_sdp_enabled() and cast("bool", torch.backends.mkldnn.enabled)):
-        return usual(dtype)
+        return _usual_here(dtype)
     with _lock:
         return _rates(dtype, machine.environment("cpu"))
 
@@ -133,19 +135,19 @@ def _key(dtype: torch.dtype, environment: str) -> str:
 def _rates(dtype: torch.dtype, environment: str) -> Rates:
     store, key = Store("rates"), _key(dtype, environment)
     found = store.load(key, Rates)
-    if found is None or not found.is_sound(usual(dtype).by_kind):
+    if found is None or not found.is_sound(_usual_here(dtype).by_kind):
         try:
             found = _alone(dtype)
         except Exception as error:  # noqa: BLE001 a choice that costs nothing to be wrong about fails for nothing
             events.record("RATES_NOT_MEASURED", f"what this machine does in {dtype}: usual rates are taken", error)
-            return usual(dtype)
+            return _usual_here(dtype)
         if found is None:
             events.record(
                 "MACHINE_BUSY",
                 f"what it does in {dtype} varies too much, or others have the processor meanwhile: usual rates are taken",
                 level=logging.INFO,
             )
-            return usual(dtype)
+            return _usual_here(dtype)
         store.save(key, asdict(found))
     return found
 
@@ -156,12 +158,21 @@ def _alone(dtype: torch.dtype) -> Rates | None:
         return measured(dtype)
 
 
+def _has_tiles(machine: Hardware) -> bool:
+    return "amx" in machine.isa
+
+
+def _usual_here(dtype: torch.dtype) -> Rates:
+    return usual(dtype, _has_tiles(hardware("cpu")))
+
+
 @cache
-def usual(dtype: torch.dtype) -> Rates:
-    """The rates of a usual machine, which the file beside this one names."""
+def usual(dtype: torch.dtype, has_tiles: bool = True) -> Rates:
+    """The rates of a usual machine, which the file beside this one names; ``has_tiles``: products of tiles in 16 bits (AMX)."""
     text = Path(__file__).with_name("usual_rates.json").read_bytes()
     tables: dict[str, Any] = msgspec.json.decode(text)["rates"]
-    return msgspec.convert({"by_kind": tables["float32" if dtype.itemsize > 2 else "bfloat16"]}, Rates)
+    narrow = "bfloat16" if has_tiles else "bfloat16 without tiles"
+    return msgspec.convert({"by_kind": tables["float32" if dtype.itemsize > 2 else narrow]}, Rates)
 
 
 def measured(dtype: torch.dtype) -> Rates | None:
