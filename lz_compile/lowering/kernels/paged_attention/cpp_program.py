@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from lz_compile.lowering.kernels.paged_attention.cpp_ahead import AHEAD
-
-PAGED = (
-    """
-constexpr int kTile = 32, kPart = 512, kLine = 64;
+PAGED = """
+constexpr int kTile = 32, kPart = 512, kFew = 8, kAhead = 16, kLine = 64;
 constexpr int kDV = (kD + kLanes - 1) / kLanes, kEV = (kE + kLanes - 1) / kLanes;
 constexpr int kDP = kDV * kLanes, kEP = kEV * kLanes;
 constexpr int kState = kEP + kLanes;  // sums of values; then the largest score, and the sum of weights
@@ -49,9 +46,20 @@ INLINE void places_of(const Stored* cache, const int64_t* stride, const Request&
   }
 }
 
-// Rows of a head: where they lie, or widened copies; zeros where there are none.
+// Asks for the memory of rows before it is read: their blocks lie where processors expect nothing.
+template <int kCount>
+INLINE void ask_for(const Stored* const* places, const int64_t* stride, int64_t head, int count) {
+  constexpr int kBytes = kCount * int(sizeof(Stored));
+  for (int t = 0; t < count; ++t) {
+    const char* row = reinterpret_cast<const char*>(places[t] + head * stride[2]);
+#pragma GCC unroll 16
+    for (int byte = 0; byte < kBytes; byte += kLine) __builtin_prefetch(row + byte);
+  }
+}
+
+// Rows of a head: where they lie, or widened copies; zeros behind them.
 template <int kCount, int kPadded, class Row>
-INLINE void rows_of(const Stored* const* places, const int64_t* stride, int64_t head, int count, float* copies,
+INLINE void rows_of(const Stored* const* places, const int64_t* stride, int64_t head, int count, int padded, float* copies,
                     const Row** rows) {
   static const Row zeros[kPadded] = {};
   const int64_t first = head * stride[2];
@@ -63,30 +71,22 @@ INLINE void rows_of(const Stored* const* places, const int64_t* stride, int64_t 
     widen<kCount, kPadded>(places[t] + first, stride[3], copies + t * kPadded);
     rows[t] = reinterpret_cast<const Row*>(copies + t * kPadded);
   }
-  for (int t = count; t < kTile; ++t) rows[t] = zeros;
+  for (int t = count; t < padded; ++t) rows[t] = zeros;
 }
-"""
-    + AHEAD
-    + """
-// Bytes of a cache that so many registers of floats are read from.
-constexpr int kBytesOf(int registers) { return registers * kLanes * int(sizeof(Stored)); }
 
-// Scores of kRows queries with the keys of a tile, a multiple of kLanes of them; each load of keys serves all rows.
+// Scores of kRows queries with so many keys, a multiple of kLanes / kRows; each load of keys serves all rows.
 template <int kRows, class Row>
-INLINE void score(const float* const* queries, const Row* const* keys, int first, int last, float cap,
-                  float (*scores)[kTile], Ahead& ahead) {
-  Ahead next = ahead;
+INLINE void score(const float* queries, const Row* const* keys, int count, float cap, float* scores) {
   constexpr int kKeys = kLanes / kRows;
-  for (int t = first; t < last; t += kKeys) {
+  for (int t = 0; t < count; t += kKeys) {
     Floats part[kLanes];
     const Row* at[kKeys];
     for (int j = 0; j < kLanes; ++j) part[j] = Floats{};
     for (int j = 0; j < kKeys; ++j) at[j] = keys[t + j];
-    next.fetch<kBytesOf(kDV * kKeys)>(t / kKeys);
 #pragma GCC unroll 1
     for (int d = 0; d < kDP; d += kLanes) {
       Floats query[kRows];
-      for (int r = 0; r < kRows; ++r) query[r] = load(queries[r] + d);
+      for (int r = 0; r < kRows; ++r) query[r] = load(queries + r * kDP + d);
 #pragma GCC unroll 16
       for (int j = 0; j < kKeys; ++j) {
         const Floats key = floats_at(at[j] + d);
@@ -98,35 +98,39 @@ INLINE void score(const float* const* queries, const Row* const* keys, int first
     if constexpr (kHasCap) {
       for (int j = 0; j < kLanes; ++j) found[j] = cap * std::tanh(found[j] / cap);
     }
-    for (int r = 0; r < kRows; ++r) std::memcpy(scores[r] + t, reinterpret_cast<float*>(&found) + r * kKeys, kKeys * 4);
+    const float* all = reinterpret_cast<float*>(&found);
+    for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * kTile + t, all + r * kKeys, kKeys * 4);
   }
-  ahead = next;
 }
 
 // Adds what weights take of values, kCount registers of columns of kRows rows.
 template <int kRows, int kCount, class Row>
-INLINE void add_values(float* const* states, float (*weights)[kTile], const Row* const* values, int column, int low, int high,
-                       Ahead& ahead) {
-  Ahead next = ahead;
+INLINE void add_columns(float* states, const float* weights, const Row* const* values, int column, int count) {
   Floats sum[kRows][kCount];
   for (int r = 0; r < kRows; ++r) {
 #pragma GCC unroll 8
-    for (int e = 0; e < kCount; ++e) sum[r][e] = load(states[r] + column + e * kLanes);
+    for (int e = 0; e < kCount; ++e) sum[r][e] = load(states + r * kState + column + e * kLanes);
   }
-  for (int t = low; t < high; ++t) {
+  for (int t = 0; t < count; ++t) {
     const Row* value = values[t] + column;
-    next.fetch<kBytesOf(kCount)>(t);
 #pragma GCC unroll 8
     for (int e = 0; e < kCount; ++e) {
       const Floats x = floats_at(value + e * kLanes);
 #pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) sum[r][e] += weights[r][t] * x;
+      for (int r = 0; r < kRows; ++r) sum[r][e] += weights[r * kTile + t] * x;
     }
   }
   for (int r = 0; r < kRows; ++r) {
-    for (int e = 0; e < kCount; ++e) std::memcpy(states[r] + column + e * kLanes, &sum[r][e], sizeof(Floats));
+    for (int e = 0; e < kCount; ++e) std::memcpy(states + r * kState + column + e * kLanes, &sum[r][e], sizeof(Floats));
   }
-  ahead = next;
+}
+
+template <int kRows, class Row>
+INLINE void add_values(float* states, const float* weights, const Row* const* values, int count) {
+  constexpr int kColumns = 8 / kRows, kRest = kEV % kColumns;
+  int e = 0;
+  for (; e + kColumns <= kEV; e += kColumns) add_columns<kRows, kColumns>(states, weights, values, e * kLanes, count);
+  if constexpr (kRest != 0) add_columns<kRows, kRest>(states, weights, values, e * kLanes, count);
 }
 
 INLINE float sum_of(Floats x) {
@@ -168,25 +172,6 @@ INLINE bool weigh(float* state, float* scores, int first, int low, int high, int
   return true;
 }
 
-// The keys of a tile from `low` to before `high` for kRows queries.
-template <int kRows, class Row>
-static void attend(float* const* states, const float* const* queries, const Row* const* keys, const Row* const* values,
-                   int low, int high, float cap, Ahead& ahead) {
-  constexpr int kColumns = 8 / kRows;
-  const int first = low / kLanes * kLanes, last = (high + kLanes - 1) / kLanes * kLanes;
-  alignas(64) float weights[kRows][kTile];
-  score<kRows>(queries, keys, first, last, cap, weights, ahead);
-  for (int r = 0; r < kRows; ++r) {
-    if (!weigh(states[r], weights[r], first, low, high, last)) std::memset(weights[r], 0, sizeof(weights[r]));
-  }
-  int e = 0;
-  for (; e + kColumns <= kEV; e += kColumns) {
-    add_values<kRows, kColumns>(states, weights, values, e * kLanes, low, high, ahead);
-  }
-  constexpr int kRest = kEV % kColumns;
-  if constexpr (kRest != 0) add_values<kRows, kRest>(states, weights, values, e * kLanes, low, high, ahead);
-}
-
 // Where a query's keys begin and end.
 INLINE void range_of(const Request& request, int64_t window, int64_t query, int64_t* low, int64_t* high) {
   *high = request.length - request.queries + query + 1;
@@ -194,53 +179,76 @@ INLINE void range_of(const Request& request, int64_t window, int64_t query, int6
   *low = *low < request.least ? request.least : *low;
 }
 
-// Copies are made where there is memory for them, and then Row is float.
+// The rows of a group of queries that share keys, in fours, twos and ones: f.template operator()<kRows>(first row).
+template <class Function>
+INLINE void in_rows(int64_t count, Function f) {
+  int64_t row = 0;
+  for (; row + 4 <= count; row += 4) f.template operator()<4>(row);
+  if (row + 2 <= count) f.template operator()<2>(row), row += 2;
+  if (row < count) f.template operator()<1>(row);
+}
+
+// Memory is read in the order in which it lies there, which processors expect: few keys of all heads, or, where a block has
+// one head after the other, all keys of a head. Copies are made where there is memory for them, and then Row is float.
 template <class Row>
 static void compute(const Part& part, const Request& request, const Numbers& n, const Stored* key_cache,
-                    const Stored* value_cache, const float* queries, float cap, float* states, float* copies, Run* runs) {
-  const int64_t groups = n.heads / n.kv_heads;
-  const Stored *key_places[2][kTile], *value_places[2][kTile];
+                    const Stored* value_cache, const float* queries, float cap, float* states, float* scores, float* copies) {
+  const int64_t groups = n.heads / n.kv_heads, rows = request.queries * n.heads;
+  const int least = kLanes / (groups % 4 == 0 ? 4 : groups % 2 == 0 ? 2 : 1);
+  const int key_step = n.key[1] < n.key[2] ? kTile : least, value_step = n.value[1] < n.value[2] ? kTile : kFew;
+  const Stored *places[kTile + kAhead];
   const Row *keys[kTile], *values[kTile];
-  for (int64_t row = 0; row < request.queries * n.heads; ++row) {
+  for (int64_t row = 0; row < rows; ++row) {
     float* state = states + row * kState;
     std::memset(state, 0, kState * sizeof(float));
     state[kEP] = kNothing;
   }
-  // A tile is looked up before its turn, the first of the next part as well: who computes this part often takes that one.
-  auto look_up = [&](int64_t begin, int side) {
-    const int64_t rest = request.length - begin;
-    const int count = int(rest < 0 ? 0 : rest < kTile ? rest : kTile);
-    places_of(key_cache, n.key, request, n.slots, begin, count, key_places[side]);
-    places_of(value_cache, n.value, request, n.slots, begin, count, value_places[side]);
-    return count;
-  };
-  int side = 0, found = look_up(part.begin, side);
-  for (int64_t begin = part.begin; begin < part.end; begin += kTile, side = 1 - side) {
-    const int count = int(part.end - begin < found ? part.end - begin : found);
-    found = look_up(begin + kTile, 1 - side);
-    int run_count = runs_of(key_places[1 - side], found, n.key, n.kv_heads, kD, runs);
-    run_count += runs_of(value_places[1 - side], found, n.value, n.kv_heads, kE, runs + run_count);
-    Ahead ahead(runs, run_count);
-    for (int64_t head = 0; head < n.kv_heads; ++head) {
-      rows_of<kD, kDP>(key_places[side], n.key, head, count, copies, keys);
-      rows_of<kE, kEP>(value_places[side], n.value, head, count, copies ? copies + kTile * kDP : nullptr, values);
-      for (int64_t query = 0; query < request.queries; ++query) {
-        int64_t low, high;
-        range_of(request, n.window, query, &low, &high);
-        low = low > begin ? low - begin : 0;
-        high = high - begin < count ? high - begin : count;
-        if (low >= high) continue;
-        const int64_t row = query * n.heads + head * groups;
-        float* state[4];
-        const float* own[4];
-        for (int64_t group = 0, rows; group < groups; group += rows) {
-          rows = groups - group >= 4 ? 4 : groups - group >= 2 ? 2 : 1;
-          for (int r = 0; r < rows; ++r) {
-            state[r] = states + (row + group + r) * kState;
-            own[r] = queries + (request.first_query * n.heads + row + group + r) * kDP;
-          }
-          const auto attend_to = rows == 4 ? attend<4, Row> : rows == 2 ? attend<2, Row> : attend<1, Row>;
-          attend_to(state, own, keys, values, int(low), int(high), cap, ahead);
+  for (int64_t begin = part.begin; begin < part.end; begin += kTile) {
+    const int count = int(part.end - begin < kTile ? part.end - begin : kTile);
+    auto seen = [&](int64_t query, int from, int to, int* low, int* high) {
+      int64_t first, last;
+      range_of(request, n.window, query, &first, &last);
+      *low = int(first - begin > from ? first - begin : from);
+      *high = int(last - begin < to ? last - begin : to);
+      return *low < *high;
+    };
+    const int known = int(request.length - begin < kTile + kAhead ? request.length - begin : kTile + kAhead);
+    int low, high;
+    places_of(key_cache, n.key, request, n.slots, begin, known, places);
+    for (int from = 0; from < count; from += key_step) {
+      const int rest = count - from < key_step ? count - from : key_step, padded = (rest + least - 1) / least * least;
+      for (int64_t head = 0; head < n.kv_heads; ++head) {
+        rows_of<kD, kDP>(places + from, n.key, head, rest, padded, copies, keys);
+        if (from + kAhead + rest <= known) ask_for<kD>(places + from + kAhead, n.key, head, rest);
+        for (int64_t query = 0; query < request.queries; ++query) {
+          if (!seen(query, from, from + rest, &low, &high)) continue;
+          const int64_t first = query * n.heads + head * groups;
+          const float* own = queries + (request.first_query * n.heads + first) * kDP;
+          in_rows(groups, [&]<int kRows>(int64_t row) {
+            score<kRows>(own + row * kDP, keys, padded, cap, scores + (first + row) * kTile + from);
+          });
+        }
+      }
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      if (!seen(row / n.heads, 0, count, &low, &high)) continue;
+      float* weights = scores + row * kTile;
+      const int first = low / kLanes * kLanes, last = (high + kLanes - 1) / kLanes * kLanes;
+      if (!weigh(states + row * kState, weights, first, low, high, last)) std::memset(weights, 0, kTile * sizeof(float));
+    }
+    places_of(value_cache, n.value, request, n.slots, begin, known, places);
+    for (int from = 0; from < count; from += value_step) {
+      const int rest = count - from < value_step ? count - from : value_step;
+      for (int64_t head = 0; head < n.kv_heads; ++head) {
+        rows_of<kE, kEP>(places + from, n.value, head, rest, rest, copies, values);
+        if (from + kAhead + rest <= known) ask_for<kE>(places + from + kAhead, n.value, head, rest);
+        for (int64_t query = 0; query < request.queries; ++query) {
+          if (!seen(query, from, from + rest, &low, &high)) continue;
+          const int64_t first = query * n.heads + head * groups;
+          in_rows(groups, [&]<int kRows>(int64_t row) {
+            const float* weights = scores + (first + row) * kTile + low;
+            add_values<kRows>(states + (first + row) * kState, weights, values + (low - from), high - low);
+          });
         }
       }
     }
@@ -301,7 +309,7 @@ extern "C" int32_t paged_attention(const void* const* operands, const int64_t* c
 
   std::vector<Part> parts;
   std::vector<int64_t> first_part(n.requests + 1, 0);
-  int64_t size = 0;
+  int64_t size = 0, most = 0;
   for (int64_t r = 0; r < n.requests; ++r) {
     const Request& request = requests[r];
     first_part[r] = int64_t(parts.size());
@@ -310,6 +318,7 @@ extern "C" int32_t paged_attention(const void* const* operands, const int64_t* c
       continue;
     }
     if (request.queries == 0) continue;
+    most = request.queries > most ? request.queries : most;
     const int64_t step = request.length < 4 * kPart ? kPart / 2 : kPart;
     for (int64_t begin = request.first_key / step * step; begin < request.length; begin += step) {
       const int64_t end = begin + step < request.length ? begin + step : request.length;
@@ -329,8 +338,7 @@ extern "C" int32_t paged_attention(const void* const* operands, const int64_t* c
   const int64_t each = int64_t(parts.size()) / (8 * n.threads), chunk = each < 1 ? 1 : each < 4 ? each : 4;
 #pragma omp parallel num_threads(n.threads)
   {
-    std::vector<Run> runs(2 * kTile * n.kv_heads);
-    std::vector<float> memory(kTile * (kDP + kEP));
+    std::vector<float> memory(kTile * (kDP > kEP ? kDP : kEP)), scores(most * n.heads * kTile);
 #pragma omp for schedule(dynamic, chunk)
     for (int64_t p = 0; p < int64_t(parts.size()); ++p) {
       const Part& part = parts[p];
@@ -339,7 +347,7 @@ extern "C" int32_t paged_attention(const void* const* operands, const int64_t* c
       const bool in_place = is_dense && (sizeof(Stored) == 4 || request.queries * groups <= 8);
       const auto run = in_place ? compute<Stored> : compute<float>;
       run(part, request, n, key_cache, value_cache, queries.data(), float(shares[1]), states.data() + part.state,
-          in_place ? nullptr : memory.data(), runs.data());
+          scores.data(), in_place ? nullptr : memory.data());
     }
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < n.requests; ++r) {
@@ -374,4 +382,3 @@ extern "C" int32_t paged_attention(const void* const* operands, const int64_t* c
   return kNone;
 }
 """
-)

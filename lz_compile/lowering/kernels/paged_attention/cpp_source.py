@@ -1,8 +1,7 @@
 """C++ that reads the blocks of a cache where they lie.
 
-The keys of a request are split into parts, which threads share. A part goes over its keys in tiles that stay in
-the nearest cache, for one head after the other: scores of ``kLanes`` keys at once, a softmax that is corrected from tile to
-tile, values. Parts are joined at last. How requests are split depends on their own length alone, so that the bits of a
+The keys of a request are split into parts, which threads share. A part goes over its keys in tiles: scores of few keys of
+all heads at a time, as they lie in memory, a softmax that is corrected from tile to tile, values in the same order. Parts are joined at last. How requests are split depends on their own length alone, so that the bits of a
 result depend neither on the other requests nor on the number of threads.
 """
 
