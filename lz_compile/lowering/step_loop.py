@@ -12,7 +12,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -31,14 +31,20 @@ _PRODUCTS = frozenset(
 )
 
 
+#: A shape and a dtype.
+_Like: TypeAlias = tuple[tuple[Any, ...], torch.dtype]
+
+
 @dataclass(frozen=True)
 class _Program:
-    """A loop for operands with certain layouts, built."""
+    """A loop for operands with certain layouts, built; what it gives: last states, and a step's part of each result."""
 
     function: Any
     numbers: tuple[int, ...]
     scratch: tuple[int, ...]
     total: int
+    finals: tuple[_Like, ...]
+    ys: tuple[_Like, ...]
 
 
 @lru_cache(maxsize=1024)
@@ -56,7 +62,9 @@ def _program(step: str, layouts: tuple[Any, ...], states: int, strides: tuple[in
     for size in scratch:
         places.append(total)
         total += -(-size // _ALIGNED) * _ALIGNED
-    return _Program(function, tuple(numbers), tuple(places), total)
+    finals = tuple((tuple(each[0]), each[2]) for each in layouts[:states])
+    shapes = [each[0] for each in layouts if not isinstance(each, int)]
+    return _Program(function, tuple(numbers), tuple(places), total, finals, _of_a_step(shapes, _told(step)))
 
 
 # ---- the operator -------------------------------------------------------------------------------------------------------
@@ -75,18 +83,18 @@ def _run(
     numbers: Sequence[int],
     step: str,
 ) -> list[torch.Tensor]:
-    told = _told(step)
     length = xs[0].shape[0]
-    others = _ordered(given, numbers, told["kinds"])
+    others = _ordered(given, numbers, _told(step)["kinds"])
     layouts = (
         *[(each.shape, each.stride(), each.dtype) for each in init],
         *[(each.shape[1:], each.stride()[1:], each.dtype) for each in xs],
         *[each if isinstance(each, int) else (each.shape, each.stride(), each.dtype) for each in others],
     )
     program = _program(step, layouts, len(init), tuple(each.stride(0) * each.itemsize for each in xs))
-    finals, ys = _results(init, xs, given, told)
-    scratch = torch.empty(program.total + _ALIGNED, dtype=torch.uint8)
-    start = -(-scratch.data_ptr() // _ALIGNED) * _ALIGNED
+    finals = [torch.empty(shape, dtype=kind) for shape, kind in program.finals]
+    ys = [torch.empty((length, *shape), dtype=kind) for shape, kind in program.ys]
+    scratch = torch.empty(program.total + _ALIGNED, dtype=torch.uint8) if program.scratch else None
+    start = 0 if scratch is None else -(-scratch.data_ptr() // _ALIGNED) * _ALIGNED
     operands = [each.data_ptr() for each in (*init, *xs, *given)]
     pointers = [*operands, *(start + each for each in program.scratch), *(each.data_ptr() for each in (*ys, *finals))]
     counts = (ctypes.c_int64 * (1 + len(program.numbers)))(length, *program.numbers)
@@ -102,16 +110,10 @@ def _told(step: str) -> Mapping[str, Any]:
     return found
 
 
-def _results(
-    init: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], told: Mapping[str, Any]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Memory for the last states, and for what the steps give."""
-    shapes = [*(each.shape for each in init), *(each.shape[1:] for each in xs), *(each.shape for each in given)]
-    ys = []
-    for kind, sizes in told["ys"]:
-        shape = [size if isinstance(size, int) else shapes[size[0]][size[1]] for size in sizes]
-        ys.append(xs[0].new_empty((xs[0].shape[0], *shape), dtype=getattr(torch, kind)))
-    return [torch.empty_like(each, memory_format=torch.contiguous_format) for each in init], ys
+def _of_a_step(shapes: Sequence[Sequence[Any]], told: Mapping[str, Any]) -> tuple[_Like, ...]:
+    """What a step gives, by the shapes of the states, of what it reads, and of what stays."""
+    sizes = ([each if isinstance(each, int) else shapes[each[0]][each[1]] for each in own] for _, own in told["ys"])
+    return tuple((tuple(own), getattr(torch, kind)) for own, (kind, _) in zip(sizes, told["ys"], strict=True))
 
 
 def _fake(
@@ -121,7 +123,9 @@ def _fake(
     numbers: Sequence[int],  # as the operator takes it
     step: str,
 ) -> list[torch.Tensor]:
-    finals, ys = _results(init, xs, given, _told(step))
+    shapes = [*(each.shape for each in init), *(each.shape[1:] for each in xs), *(each.shape for each in given)]
+    finals = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in init]
+    ys = (xs[0].new_empty((xs[0].shape[0], *own), dtype=kind) for own, kind in _of_a_step(shapes, _told(step)))
     return [*finals, *ys]
 
 

@@ -168,7 +168,7 @@ def _usual_here(dtype: torch.dtype) -> Rates:
 
 @cache
 def usual(dtype: torch.dtype, has_tiles: bool = True) -> Rates:
-    """The rates of a usual machine, which the file beside this one names; ``has_tiles``: products of tiles in 16 bits (AMX)."""
+    """The rates of a usual machine, which the file beside this one names; ``has_tiles``: AMX, for 16 bits."""
     text = Path(__file__).with_name("usual_rates.json").read_bytes()
     tables: dict[str, Any] = msgspec.json.decode(text)["rates"]
     narrow = "bfloat16" if has_tiles else "bfloat16 without tiles"
