@@ -56,6 +56,21 @@ def masked(scores: Tensor, bias: Tensor) -> None:
     scores[..., 7:] = -torch.inf
 
 
+def test_a_piece_that_is_read_by_its_own_name_stays_a_piece():
+    """As Funnel's positions, cut out of more and scaled in place: a store into the whole would be read by nobody."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, positions: Tensor, factor: Tensor) -> Tensor:
+        bias = (q @ positions)[:, :, :, :8]
+        bias *= factor
+        return (q @ k.mT + bias).softmax(-1) @ v
+
+    given = (*torch.randn(3, 2, 2, 8, 4).unbind(), torch.randn(2, 2, 4, 11), torch.rand(8, 8))
+    backend = Rewriting(lock={"attention": "torch.sdpa"})
+    with torch.no_grad():
+        torch.testing.assert_close(torch.compile(attend, backend=backend)(*given), attend(*given))
+    assert [match.rewritten for match in backend.report.matches] == [True]
+
+
 WRITES = (added, added_by_method, assigned, copied, by_rows_and_columns, twice, masked)
 
 

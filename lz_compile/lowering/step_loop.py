@@ -26,6 +26,7 @@ from lz_compile.lowering.step_source import LoopWriter, NotKernelsError, written
 _ALIGNED = 64
 #: Of a step: a thread is worth waiting for from so many elements on; what is given is not written to, and has known strides.
 _CONFIG = {"cpp.min_chunk_size": 1 << 13, "inplace_buffers": False, "size_asserts": True}
+#: What libraries compute: such a step would be refused after it was compiled.
 _PRODUCTS = frozenset(
     getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "convolution")
 )
@@ -142,7 +143,8 @@ def call_kernels(module: fx.GraphModule) -> None:
         callee, init, xs, additional = node.args
         try:
             step = _step(getattr(module, callee.target), init, xs, additional, node.meta["val"])
-        except NotKernelsError:  # a step with products, mostly
+        except NotKernelsError as reason:  # products, mostly
+            events.logger.debug("a loop's step is called by Inductor's own loop: %s", reason)
             continue
         except Exception as error:  # noqa: BLE001  # whatever it is, Inductor's own loop does it
             events.record("LOOP_STEPS_FAILED", "a loop's step is called by Inductor's own loop", error)
