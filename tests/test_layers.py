@@ -23,7 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.shapes import SHAPES, Size, build
 from lz_compile.lowering import inductor
-from lz_compile.lowering.regions import untangle
+from lz_compile.lowering.regions import INVOKE, untangle, writing_to_no_operand
 from lz_compile.passes.layers import fold
 from lz_compile.passes.layers.fold import fold_layers
 from lz_compile.report.report import reports
@@ -582,6 +582,21 @@ def test_what_a_region_hands_out_twice_is_made_outside_of_it():
         None,
         "mm_default",
     ]
+
+
+@pytest.mark.parametrize("names", [("layer_region_0",), ("layer_region_0", "another")])
+def test_regions_of_others_are_looked_at_for_writes_to_their_operands(names: tuple[str, ...]):
+    """2.13 traces a region at each call with gradients to see whether it writes: ours are known not to."""
+    graph = fx.Graph()
+    given = graph.placeholder("x")
+    for name in names:
+        given = graph.call_function(
+            operator.getitem, (graph.call_function(INVOKE, (graph.get_attr("r"), name, given)), 0)
+        )
+    graph.output(given)
+    with writing_to_no_operand(fx.GraphModule({"r": fx.symbolic_trace(lambda x: (x.sin(),))}, graph)):
+        assert INVOKE._supports_training_input_mutation == (len(names) == 1)
+    assert not INVOKE._supports_training_input_mutation
 
 
 class Values(fx.Interpreter):

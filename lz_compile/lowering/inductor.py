@@ -10,7 +10,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial, wraps
@@ -69,7 +69,7 @@ from lz_compile.ground.machine import code_runs_on
 from lz_compile.ground.store import Store
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.lowering.joined_kernels import joined, may_be_joined, numbered, shared_out
-from lz_compile.lowering.regions import has_regions, untangle
+from lz_compile.lowering.regions import has_regions, untangle, writing_to_no_operand
 from lz_compile.lowering.value_guards import Frame, KnownValues, has_values, look_at, tells_writes
 
 if TYPE_CHECKING:
@@ -251,18 +251,19 @@ def compile_graph(
     _know_instructions(inputs)
     patches = {**config, **_around("post_grad_custom_pre_pass", _Fingerprint, config, f"{cache_key}{rounds_alike}")}
     patches |= _ROUNDED_ALIKE if rounds_alike else {}
-    donated: AbstractContextManager[Any] = nullcontext()
+    folded = ExitStack()
     if has_regions(module):
         patches |= _around("post_grad_custom_post_pass", _Untangling, config, cache_key)
         # A region's backward pass (2.13) writes to operands whose numbers are those of what the whole graph may write to.
-        donated = functorch_config.patch(donated_buffer=False)
+        folded.enter_context(functorch_config.patch(donated_buffer=False))
+        folded.enter_context(writing_to_no_operand(module))
     if _has_scans(module):
         allow_counters()
         # Inductor (2.13) writes over what a loop's body carries while it is still read: gradients of an sLSTM came out wrong.
         patches["inplace_buffers"] = False
     known = _bases(module, inputs)  # as long as it lives
     rounded = _element_by_element() if rounds_alike else nullcontext()
-    with _without_recomputation(module), donated, rounded, _kernels_joined():
+    with folded, _without_recomputation(module), rounded, _kernels_joined():
         compiled = cast("Callable[..., Any]", compile_fx(module, inputs, _compile_inner, config_patches=patches))
     del known
     return compiled

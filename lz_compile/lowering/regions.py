@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -19,6 +21,8 @@ from torch import fx
 INVOKE = torch.ops.higher_order.invoke_subgraph
 #: What our regions are called.
 NAME = "layer_region"
+#: Whether calls with gradients may write to operands: if not, PyTorch looks whether they do.
+_MAY_WRITE = "_supports_training_input_mutation"
 #: How many arguments of a call are no operands: the region and its name.
 _AHEAD = 2
 #: A view that counts from where the memory begins.
@@ -38,8 +42,26 @@ class _Lies:
 
 def has_regions(module: fx.GraphModule) -> bool:
     """Whether a graph calls regions of our making: what others decorate is left as it is."""
-    calls = module.graph.find_nodes(op="call_function", target=INVOKE)
-    return any(str(call.args[1]).startswith(NAME) for call in calls)
+    return any(map(_is_ours, module.graph.find_nodes(op="call_function", target=INVOKE)))
+
+
+def _is_ours(call: fx.Node) -> bool:
+    return str(call.args[1]).startswith(NAME)
+
+
+@contextmanager
+def writing_to_no_operand(module: fx.GraphModule) -> Iterator[None]:
+    """Spare PyTorch's look at every call, whether its region writes to an operand: ours never do.
+
+    With gradients, 2.13 traces the region anew for it, at each of its calls. Where there are regions of others, it looks.
+    """
+    graphs = (each.graph for each in module.modules() if isinstance(each, fx.GraphModule))
+    calls = (call for graph in graphs for call in graph.find_nodes(op="call_function", target=INVOKE))
+    if not hasattr(INVOKE, _MAY_WRITE) or not all(map(_is_ours, calls)):
+        yield
+        return
+    with patch.object(INVOKE, _MAY_WRITE, True):
+        yield
 
 
 def untangle(graph: fx.Graph) -> None:
