@@ -30,7 +30,7 @@ from torch._dynamo.utils import counters
 from lz_compile.compile import pipeline, reading
 from lz_compile.compile.compiler import process
 from lz_compile.compile.options import split
-from lz_compile.lowering import inductor
+from lz_compile.lowering import configured, inductor
 from lz_compile.passes.graph.refusal import NearMiss
 from lz_compile.passes.loops.recurrence.distribute import Distributed
 from lz_compile.passes.loops.roll import reroll
@@ -292,7 +292,7 @@ def _aot(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
 
 def _inductor(module: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    return inductor.compile_graph(module, inputs, inductor.config_of(None, {}), "")
+    return inductor.compile_graph(module, inputs, configured.config_of(None, {}), "")
 
 
 @contextmanager

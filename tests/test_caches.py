@@ -24,7 +24,7 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 from lz_compile.compile.compiler import _cache_key
 from lz_compile.ground import fingerprint
 from lz_compile.ground.store import Store, cache_directory
-from lz_compile.lowering import inductor
+from lz_compile.lowering import configured, cpp_builds
 from lz_compile.lowering.inductor import _Fingerprint
 from lz_compile.report.report import GraphReport, MatchReport
 
@@ -261,13 +261,13 @@ def test_the_directory_comes_from_the_environment_or_the_platform(monkeypatch, t
 def tried(monkeypatch, tmp_path) -> Iterator[list[str]]:
     """What PyTorch builds and loads to try an instruction set, for a processor with two; none is really built."""
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(inductor, "x86_isa_checker", lambda: ["avx2", "avx512"])
+    monkeypatch.setattr(cpp_builds, "x86_isa_checker", lambda: ["avx2", "avx512"])
     monkeypatch.setattr(cpu_vec_isa, "x86_isa_checker", lambda: ["avx2", "avx512"])
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     found: list[str] = []
     monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda isa, _: found.append(f"PyTorch: {isa}") or True)
-    built = inductor.CppPythonBindingsCodeCache
+    built = cpp_builds.CppPythonBindingsCodeCache
     monkeypatch.setattr(built, "load_pybinding", lambda *_: found.append(str(cpu_vec_isa.pick_vec_isa())))
     _forget_instructions()
     yield found
@@ -277,7 +277,7 @@ def tried(monkeypatch, tmp_path) -> Iterator[list[str]]:
 
 def _forget_instructions() -> None:
     """As another process would."""
-    inductor._ask_for_the_widest_instructions.cache_clear()
+    cpp_builds._ask_for_the_widest_instructions.cache_clear()
     cpu_vec_isa.valid_vec_isa_list.cache_clear()
     for kept in (cpu_vec_isa.VecISA._VecISA__bool__impl, cpu_vec_isa.VecAVX512.__bool__):
         kept.cache_clear()
@@ -286,11 +286,11 @@ def _forget_instructions() -> None:
 
 
 def test_the_widest_instructions_are_tried_once_for_all_processes(tried):
-    inductor._ask_for_the_widest_instructions()
+    cpp_builds._ask_for_the_widest_instructions()
     assert tried == ["avx512"]
     assert list(map(str, cpu_vec_isa.valid_vec_isa_list())) == ["avx512", "avx2"]
     _forget_instructions()
-    inductor._ask_for_the_widest_instructions()
+    cpp_builds._ask_for_the_widest_instructions()
     assert str(cpu_vec_isa.pick_vec_isa()) == "avx512"
     assert bool(cpu_vec_isa.pick_vec_isa())  # as code generation asks
     assert tried == ["avx512"]
@@ -298,14 +298,14 @@ def test_the_widest_instructions_are_tried_once_for_all_processes(tried):
         assert cpu_vec_isa.pick_vec_isa().check_build("another program")
         assert tried == ["avx512", "PyTorch: avx512"]
         _forget_instructions()
-        inductor._ask_for_the_widest_instructions()
+        cpp_builds._ask_for_the_widest_instructions()
 
 
 def test_a_trial_of_instructions_that_fails_is_made_again(tried, monkeypatch):
-    inductor._ask_for_the_widest_instructions()
+    cpp_builds._ask_for_the_widest_instructions()
     monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda *_: tried.append("PyTorch") or False)
     _forget_instructions()
-    inductor._ask_for_the_widest_instructions()
+    cpp_builds._ask_for_the_widest_instructions()
     assert [cpu_vec_isa.pick_vec_isa().check_build("another program") for _ in range(2)] == [False, False]
     assert tried == ["avx512", "PyTorch", "PyTorch"]
 
@@ -313,10 +313,10 @@ def test_a_trial_of_instructions_that_fails_is_made_again(tried, monkeypatch):
 @pytest.mark.parametrize("error", [CppCompileError(["c++"], "no such instructions"), ImportError("no such symbol")])
 def test_where_the_widest_instructions_fail_pytorch_tries_the_others(tried, monkeypatch, error: Exception):
     monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", lambda isa, _: tried.append(str(isa)) or str(isa) == "avx2")
-    monkeypatch.setattr(inductor.CppPythonBindingsCodeCache, "load_pybinding", raising(error))
+    monkeypatch.setattr(cpp_builds.CppPythonBindingsCodeCache, "load_pybinding", raising(error))
     for _ in range(2):
         _forget_instructions()
-        inductor._ask_for_the_widest_instructions()
+        cpp_builds._ask_for_the_widest_instructions()
         assert list(map(str, cpu_vec_isa.valid_vec_isa_list())) == ["avx2"]
     assert tried == ["avx512", "avx2"] * 2
 
@@ -330,26 +330,26 @@ def raising(error: Exception) -> Callable[..., Any]:
 
 def test_the_widest_instructions_are_tried_whatever_the_user_picks(tried, monkeypatch):
     monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
-    inductor._ask_for_the_widest_instructions()
+    cpp_builds._ask_for_the_widest_instructions()
     assert tried == ["avx512"]
     assert str(cpu_vec_isa.pick_vec_isa()) == "avx2"
 
 
 def test_what_pytorch_tries_instructions_by_is_really_built_and_loaded(monkeypatch):
     widest = cpu_vec_isa.valid_vec_isa_list()[0]
-    assert inductor._loads(widest)
+    assert cpp_builds._loads(widest)
     monkeypatch.setattr(cpu_vec_isa.VecISA, "_avx_code", "#error no such instructions")
-    assert not inductor._loads(widest)
+    assert not cpp_builds._loads(widest)
 
 
 def test_what_the_user_says_of_instructions_holds(tried, tmp_path):
     told = {"cpp.vec_isa_ok": False}
-    with inductor.compiling_with(told):
-        inductor._ask_for_the_widest_instructions()
+    with configured.compiling_with(told):
+        cpp_builds._ask_for_the_widest_instructions()
         assert not cpu_vec_isa.valid_vec_isa_list.cache_info().currsize
     _forget_instructions()
     with torch._inductor.config.patch(told):
-        inductor._ask_for_the_widest_instructions()
+        cpp_builds._ask_for_the_widest_instructions()
         assert cpu_vec_isa.valid_vec_isa_list() == []
     assert tried == []
     assert not list(tmp_path.rglob("*.json")), "what he says is no record of what works"
@@ -357,8 +357,8 @@ def test_what_the_user_says_of_instructions_holds(tried, tmp_path):
 
 def test_without_a_compiler_what_needs_none_compiles(tried, monkeypatch):
     failing = raising(InvalidCxxCompiler())
-    monkeypatch.setattr(inductor.CppPythonBindingsCodeCache, "load_pybinding", failing)
-    inductor._ask_for_the_widest_instructions()
+    monkeypatch.setattr(cpp_builds.CppPythonBindingsCodeCache, "load_pybinding", failing)
+    cpp_builds._ask_for_the_widest_instructions()
     assert not cpu_vec_isa.valid_vec_isa_list.cache_info().currsize
 
 
@@ -369,8 +369,8 @@ def test_settings_have_a_hash_whatever_passes_the_user_has():
 
         def __call__(self, graph: fx.Graph) -> None: ...
 
-    with inductor.compiling_with({"post_grad_custom_post_pass": Locked()}):
-        one = inductor.settings_digest()
-    assert one == inductor.settings_digest()
-    with inductor.compiling_with({"pattern_matcher": False}):
-        assert inductor.settings_digest() != one
+    with configured.compiling_with({"post_grad_custom_post_pass": Locked()}):
+        one = configured.settings_digest()
+    assert one == configured.settings_digest()
+    with configured.compiling_with({"pattern_matcher": False}):
+        assert configured.settings_digest() != one

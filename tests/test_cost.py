@@ -21,7 +21,7 @@ from lz_compile import attention as eager_attention
 from lz_compile import doctor, explain
 from lz_compile.compile.problems import left_as
 from lz_compile.ground import events
-from lz_compile.lowering import inductor
+from lz_compile.lowering import configured, inductor
 from lz_compile.lowering.kernels.attention.cost import work
 from lz_compile.lowering.ops import attention
 from lz_compile.lowering.work import FRESH_FROM, Work, fresh
@@ -285,7 +285,7 @@ def test_with_gradients_inductor_sees_both_passes(dtype: torch.dtype) -> None:
 
 def test_the_options_of_a_compile_are_those_of_a_question() -> None:
     inputs = [torch.randn(2, 4, 24, 64) for _ in range(3)]
-    with inductor.compiling_with({"pattern_matcher": False}):
+    with configured.compiling_with({"pattern_matcher": False}):
         assert not inductor.fuses_attention(by_torch, inputs, torch.device("cpu"))
     assert inductor.fuses_attention(by_torch, inputs, torch.device("cpu"))
 
@@ -314,7 +314,7 @@ def test_inductor_is_asked_once_for_all_processes_and_settings(monkeypatch: pyte
     def asked_by(**options: bool) -> int:
         torch._dynamo.reset()
         backend = Rewriting()
-        with inductor.compiling_with(options):
+        with configured.compiling_with(options):
             torch.compile(by_torch, backend=backend)(*torch.randn(3, 2, 4, 24, 16))
         assert not backend.report.events
         return len(asked)

@@ -15,7 +15,7 @@ from torch._inductor.cpp_builder import CppBuilder
 from torch._inductor.utils import fresh_cache
 
 from lz_compile.ground import events
-from lz_compile.lowering import dynamo, inductor, joined_kernels
+from lz_compile.lowering import cpp_builds, dynamo, joined_kernels
 from lz_compile.lowering.joined_kernels import joined, may_be_joined, shared_out
 
 PREFIX = "#include <torch/csrc/inductor/cpp_prefix.h>\n"
@@ -95,7 +95,7 @@ def test_kernels_of_a_backward_pass_are_together_too(built):
 
 def test_what_cannot_be_built_together_is_built_one_by_one(built, monkeypatch):
     expected = _compiled("inductor")
-    monkeypatch.setattr(inductor, "joined", lambda *_: f"{PREFIX}#error not together\n")
+    monkeypatch.setattr(cpp_builds, "joined", lambda *_: f"{PREFIX}#error not together\n")
     with events.collect() as happened:
         _assert_same_bits(_compiled("layerzero"), expected)
     assert {each.code for each in happened} >= {"KERNELS_NOT_JOINED"}

@@ -12,7 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 from lz_compile.errors import GradientUnsupportedError
 from lz_compile.ground import events, health
-from lz_compile.lowering import inductor
+from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.encoded_attributes import encode
 from lz_compile.lowering.kernels.scan import cpp_launch as launch
 from lz_compile.lowering.kernels.scan import rolled
@@ -221,14 +221,14 @@ def test_a_second_derivative_is_refused() -> None:
 @pytest.mark.parametrize("fails", ["forward", "backward"])
 def test_what_does_not_compile_is_completed_by_pytorch(fails: str, monkeypatch: Any) -> None:
     given = problem(17, **KDA, B=2, H=1, T=9, K=3, V=4, has_state=True)
-    exact = inductor.load_cpp
+    exact = cpp_builds.load_cpp
 
     def load(source: str, flags: Any = ()) -> Any:
         if f"scan_{fails}" in source:
             raise RuntimeError("no compiler")
         return exact(source, flags)
 
-    monkeypatch.setattr(inductor, "load_cpp", load)
+    monkeypatch.setattr(cpp_builds, "load_cpp", load)
     launch.forget()
     try:
         with events.collect() as happened:

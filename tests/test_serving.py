@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import lz_compile
 from lz_compile import ArgumentError, OptionError, Padding, Served, ServedState, serve
 from lz_compile.ground import events, store
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames
 from lz_compile.tools import serving, serving_thread, turns
 
 Compiler = Callable[[Any, Any], Any]
@@ -444,7 +444,7 @@ def test_modules_are_called_as_ever_while_another_thread_traces():
         return x
 
     def trace() -> None:
-        with inductor.traces_apart():
+        with frames.traces_apart():
             torch.fx.symbolic_trace(traced_slowly)
 
     before = nn.Module.__call__

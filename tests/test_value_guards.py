@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from lz_compile.lowering import value_guards
-from lz_compile.lowering.inductor import buffer_value, guard_values
+from lz_compile.lowering.frames import buffer_value, guard_values
 from lz_compile.lowering.value_guards import KnownValues
 
 

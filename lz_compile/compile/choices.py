@@ -13,7 +13,7 @@ from lz_compile.compile.problems import left_as, of_match
 from lz_compile.compile.symbolic_sizes import symbolic_sizes
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.store import Store
-from lz_compile.lowering import inductor
+from lz_compile.lowering import configured
 from lz_compile.passes.fusion.fusion import Fusion
 from lz_compile.passes.proof.validate import Validation, validate
 from lz_compile.passes.rewriting.match import Match
@@ -48,7 +48,7 @@ class Choices:
         """What a kernel is to be chosen for."""
         key = self.key(match)
         if key not in self.problems:
-            context = of_match(match.kind, is_cuda_graph_capturing=inductor.captures_cuda_graphs(match.facts.device))
+            context = of_match(match.kind, is_cuda_graph_capturing=configured.captures_cuda_graphs(match.facts.device))
             context = replace(context, fusable=key[1])
             symbols = symbolic_sizes(match.kind)
             # Inductor's patterns know no scale that is computed from a symbolic size.

@@ -19,7 +19,7 @@ from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.ground import events, telemetry
 from lz_compile.ground.fingerprint import source_hash
 from lz_compile.ground.isolation import isolated
-from lz_compile.lowering import dynamo, inductor
+from lz_compile.lowering import configured, dynamo, frames, inductor
 from lz_compile.lowering import (
     step_loop as _step_loop,  # noqa: F401 it looks through what Inductor compiles, and defines its operator
 )
@@ -46,13 +46,13 @@ def compile_with_inductor(
     """
     ours, rest = split(options, mode)
     dynamo.drop_fixed_guards()
-    with inductor.compiling_with(inductor.config_of(mode, rest)):
+    with configured.compiling_with(configured.config_of(mode, rest)):
         return process(module, inputs, ours, inductor_runner(mode, rest), keep)
 
 
 def inductor_runner(mode: str | None, options: dict[str, Any]) -> Runner:
     """Compiles a rewritten graph with Inductor, under its mode and options; the decisions are part of its cache keys."""
-    config = inductor.config_of(mode, options)
+    config = configured.config_of(mode, options)
     alike = row_bits.is_wanted(policy.current())
 
     def run(graph: fx.GraphModule, inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
@@ -125,7 +125,7 @@ def _run(
     """Compile a graph, or the latest of those before it that does compile."""
     try:
         return run(module, inputs, report)
-    except inductor.RESTARTS:
+    except frames.RESTARTS:
         raise
     except Exception as error:
         if not earlier:

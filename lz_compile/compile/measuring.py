@@ -16,7 +16,7 @@ import torch
 
 from lz_compile import __version__
 from lz_compile.ground import events, health, machine, telemetry
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames, inductor
 from lz_compile.passes.proof.sides import tried
 from lz_compile.runtime.choose.calls import DISPATCH
 from lz_compile.runtime.choose.records import database_at
@@ -246,7 +246,7 @@ def _prepared(
 
     call = forward_and_backward if is_training else forward
     torch.manual_seed(0)  # what is around the match may draw: every form the same then
-    with inductor.apart():
+    with frames.apart():
         return call, [each for each in _tensors(call()) if each.is_floating_point()]
 
 

@@ -11,7 +11,7 @@ from lz_compile.ground import events
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import as_size
 from lz_compile.ground.store import Store
-from lz_compile.lowering import inductor
+from lz_compile.lowering import configured, inductor
 from lz_compile.passes.formula.axes import atoms, axes_of
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.proof.cases import Case, inputs_of
@@ -61,7 +61,7 @@ def left_as(match: Match) -> str | None:
     with isolated() as outside, outside.entered():
         try:
             source = resized(whole(match), sizes)
-            facts = verdict_key(match, source, f"inductor {inductor.settings_digest()}", None)
+            facts = verdict_key(match, source, f"inductor {configured.settings_digest()}", None)
             found = Store("patterns").recall(facts, Asked, lambda: Asked(_is_fused(match, source, sizes)))
         except Exception as error:  # noqa: BLE001 a question that nobody can answer costs a choice by less, and says so
             events.record("INDUCTOR_NOT_ASKED", f"what Inductor makes of the attention at {match.where}", error)

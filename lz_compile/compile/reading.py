@@ -12,7 +12,7 @@ from torch import fx
 
 from lz_compile.compile.stages import State
 from lz_compile.ground.reasons import Reason
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames
 from lz_compile.passes.editing.edit import Edit, RefutedError, Rewrite, apply_places
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient
@@ -164,7 +164,7 @@ def _fail_each(what: str, found: Iterable[object], state: State) -> None:
 
 def _with_break(miss: MissReport, module: fx.GraphModule) -> MissReport:
     """A near miss; where the rest of an attention is in the next graph, with the break before that."""
-    cause = inductor.break_reason(module) if miss.reason.code == "NO_VALUES" else None
+    cause = frames.break_reason(module) if miss.reason.code == "NO_VALUES" else None
     if cause is None:
         return miss
     return replace(

@@ -17,7 +17,7 @@ from lz_compile.compile.stages import State, timed
 from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
-from lz_compile.lowering import inductor
+from lz_compile.lowering import configured, frames
 from lz_compile.passes.editing.edit import Rewrite, apply
 from lz_compile.passes.editing.edit_proof import unlike_loop
 from lz_compile.passes.fusion.emitter import FusedEmitter
@@ -268,7 +268,7 @@ def fold(state: State) -> None:
     """Compute layers that differ in nothing but their tensors by one region."""
     if state.options.layers == "keep":
         return
-    found = fold_layers(state.module, state.options.layers, inductor.why_no_regions())
+    found = fold_layers(state.module, state.options.layers, configured.why_no_regions())
     state.report.layers += [LayersReport.of(each, state.path) for each in found]
     state.is_changed |= any(each.kept is None for each in found)
 
@@ -341,7 +341,7 @@ def keep_weights(state: State) -> None:
 
 def _holds(match: Match) -> bool:
     """Whether what was read off buffers stays true as long as the compiled code runs: guards see to that."""
-    return not match.found.buffers or inductor.guard_values(match.found.buffers)
+    return not match.found.buffers or frames.guard_values(match.found.buffers)
 
 
 def _why_not_kept(match: Match, effects: Effects | None) -> str:

@@ -9,7 +9,7 @@ from torch import fx
 from lz_compile.compile.reading import edit_all
 from lz_compile.compile.stages import State
 from lz_compile.ground import events
-from lz_compile.lowering import inductor, ops, rows
+from lz_compile.lowering import frames, ops, rows
 from lz_compile.passes.editing.edit import MayEdit
 from lz_compile.passes.graph.modes import Ambient, ambient_of, grad_enabled
 from lz_compile.passes.graph.modules import module_of
@@ -85,7 +85,7 @@ def tell_original(policy: Policy) -> None:
 
 def tell_last_compile(policy: Policy) -> None:
     """An event where Dynamo gives up: it calls the function eagerly with sizes that none of its compiles is for."""
-    if is_wanted(policy) and inductor.compiles_left() == 0:
+    if is_wanted(policy) and frames.compiles_left() == 0:
         text = "Dynamo compiles this function no more, and runs it eagerly at any other sizes"
         events.record(
             "NOT_BATCH_INVARIANT", f"{text}: {_OTHER_BITS}. Mark sizes that change as dynamic, or raise its limit"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lz_compile.ground.sizes import Size, as_size
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames
 from lz_compile.passes.graph.view import tensor_of, value_of
 from lz_compile.runtime.problem.context import UNKNOWN_SIZE, sizes_of
 
@@ -89,7 +89,7 @@ def symbolic_sizes(match: Match) -> SymbolicSizes | None:
     tensors = [tensor for tensor in map(tensor_of, match.operands.values()) if tensor is not None]
     for symbol in wanted:
         if str(symbol) not in found:  # no node shows it by itself, as u0 in a length of 2 * u0
-            found[str(symbol)] = _symbol(symbol, None, inductor.symbolic_size(symbol, tensors))
+            found[str(symbol)] = _symbol(symbol, None, frames.symbolic_size(symbol, tensors))
     hidden = {name: symbol for name, symbol in found.items() if symbol.size is None}
     return SymbolicSizes({name: symbol for name, symbol in found.items() if name not in hidden}, sizes, hidden)
 
@@ -100,10 +100,10 @@ def _add(size: Any, wanted: set[Any], found: dict[str, Symbol]) -> None:
     expression = as_size(size)
     if isinstance(expression, int) or expression not in wanted or str(expression) in found:
         return
-    found[str(expression)] = _symbol(expression, size, inductor.range_of(size))
+    found[str(expression)] = _symbol(expression, size, frames.range_of(size))
 
 
-def _symbol(expression: sympy.Symbol, size: torch.SymInt | None, known: inductor.SymbolicSize) -> Symbol:
+def _symbol(expression: sympy.Symbol, size: torch.SymInt | None, known: frames.SymbolicSize) -> Symbol:
     guess = UNKNOWN_SIZE if known.upper is None else min(UNKNOWN_SIZE, known.upper)
     hint = max(known.lower, guess) if known.hint is None else known.hint
     return Symbol(expression, None if known.hint is None else size, hint, known.lower, known.upper)

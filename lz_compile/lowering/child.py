@@ -20,7 +20,7 @@ import torch
 
 from lz_compile.errors import TrialError
 from lz_compile.ground import events
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames
 
 #: How long a trial may take.
 LIMIT_S = 60.0
@@ -132,7 +132,7 @@ class Copy:
         if ending:
             raise TrialError(self._subject, ending, is_fatal=True)
         try:
-            with inductor.apart():  # while something is traced, tensors would be loaded without their values
+            with frames.apart():  # while something is traced, tensors would be loaded without their values
                 outcome = torch.load(self._path, weights_only=True)
         except Exception as error:
             raise TrialError(self._subject, "ended its process before it gave a result", is_fatal=True) from error

@@ -19,7 +19,7 @@ from torch import fx
 
 from lz_compile.ground import events
 from lz_compile.ground.isolation import isolated
-from lz_compile.lowering import inductor
+from lz_compile.lowering import cpp_builds, inductor
 from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.step_source import LoopWriter, NotKernelsError, written
 
@@ -52,12 +52,12 @@ class _Program:
 def _program(step: str, layouts: tuple[Any, ...], states: int, strides: tuple[int, ...]) -> _Program:
     """The loop for states, slices and what stays with these layouts; of the latter some are numbers."""
     made = [
-        each if isinstance(each, int) else inductor.empty_cpu(tuple(each[0]), tuple(each[1]), each[2])
+        each if isinstance(each, int) else cpp_builds.empty_cpu(tuple(each[0]), tuple(each[1]), each[2])
         for each in layouts
     ]
     with isolated():
         source, numbers, scratch = LoopWriter(written(json.loads(step)["code"]), made, states, strides).write()
-    function = inductor.load_cpp(source).run
+    function = cpp_builds.load_cpp(source).run
     function.restype = ctypes.c_char_p
     places, total = [], 0
     for size in scratch:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lz_compile.lowering import inductor
+from lz_compile.lowering import cpp_builds
 
 _KERNEL = re.compile(r"\bvoid\s+kernel\b")
 
@@ -50,7 +50,7 @@ class _Recorder:
 
     def empty_strided_cpu(self, *layout: Any) -> torch.Tensor:
         """Memory of a step."""
-        self.memory.append(inductor.empty_cpu(*layout))
+        self.memory.append(cpp_builds.empty_cpu(*layout))
         return self.memory[-1]
 
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from lz_compile.ground import events
 from lz_compile.ground.files import write_whole
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames
 from lz_compile.report.files import environment
 from lz_compile.report.graph_text import graph_text, unified_diff
 from lz_compile.report.report import GraphReport, Report
@@ -38,7 +38,7 @@ class Dump:
 
     def graph(self, stage: str, module: fx.GraphModule) -> None:
         """Write a graph; ``stage`` is ``before`` or ``after``."""
-        inductor.trace_artifact(f"layerzero_{stage}", lambda: graph_text(module))
+        frames.trace_artifact(f"layerzero_{stage}", lambda: graph_text(module))
         if self._place is None:
             return
         text = graph_text(module)
@@ -51,7 +51,7 @@ class Dump:
 
     def report(self, report: GraphReport) -> None:
         """Write a report as JSON and as a page."""
-        inductor.trace_artifact("layerzero_report", lambda: json.dumps(report.to_dict()), encoding="json")
+        frames.trace_artifact("layerzero_report", lambda: json.dumps(report.to_dict()), encoding="json")
         if self._place is not None:
             self._write({"report.json": json.dumps(report.to_dict(), indent=2), **self._page(report)})
 

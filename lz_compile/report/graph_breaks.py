@@ -17,7 +17,7 @@ from torch import fx
 
 from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames
 from lz_compile.passes.formula.contraction import PRODUCTS
 from lz_compile.passes.graph.view import read, where_of
 from lz_compile.report.report import GraphReport, MissReport
@@ -63,7 +63,7 @@ class GraphBreaks:
 
         To be called before the graph is rewritten.
         """
-        steps, cause = tuple(map(_step, module.graph.nodes)), inductor.break_reason(module)
+        steps, cause = tuple(map(_step, module.graph.nodes)), frames.break_reason(module)
 
         def watch(run: Callable[..., Any], report: GraphReport) -> Callable[..., Any]:
             self._reports.append(report)

@@ -21,7 +21,7 @@ from lz_compile.ground import events
 from lz_compile.ground.events import Event
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.reasons import Reason
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames
 from lz_compile.report.graph_breaks import GraphBreaks
 from lz_compile.report.report import GraphReport, Report
 from lz_compile.runtime.choose.problem import Candidate, Decision, Problem
@@ -212,8 +212,8 @@ def _explained(
 
         return process(module, inputs, ours, run)
 
-    with inductor.unlimited_recompiles():
-        inductor.compile_isolated(model, backend, dynamic)(*args, **kwargs)
+    with frames.unlimited_recompiles():
+        frames.compile_isolated(model, backend, dynamic)(*args, **kwargs)
     return found
 
 
@@ -292,8 +292,8 @@ def _selected(
         report.events.extend(happened)
         return watch(run(module), report)
 
-    with inductor.unlimited_recompiles():
-        inductor.compile_isolated(model, backend, dynamic)(*args, **kwargs)
+    with frames.unlimited_recompiles():
+        frames.compile_isolated(model, backend, dynamic)(*args, **kwargs)
     return found
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from lz_compile.backend import layerzero
 from lz_compile.ground import events
 from lz_compile.ground.store import Store
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames
 from lz_compile.tools.serving_calls import Call, Modes, told_of
 from lz_compile.tools.turns import StoppedError, Turns
 
@@ -156,11 +156,11 @@ class Compiler:
         args, kwargs = job.call
         self.local.is_compiling = True
         try:
-            with job.modes.entered(), inductor.unlimited_recompiles(), self.turns.compile():
+            with job.modes.entered(), frames.unlimited_recompiles(), self.turns.compile():
                 compiled(*args, **kwargs)
         except _CompiledError:
             job.shape.compiles += 1
-            return inductor.run_only(compiled)
+            return frames.run_only(compiled)
         finally:
             self.local.is_compiling = False
         raise ValueError("there is nothing in it to compile")

@@ -21,7 +21,7 @@ from lz_compile.compile.options import Options, split
 from lz_compile.errors import LayerZeroError, SolveError, nearest
 from lz_compile.ground import machine
 from lz_compile.ground.hardware import hardware
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames, inductor
 from lz_compile.report.report import GraphReport, reports
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.tables import loaded as loaded_tables
@@ -181,8 +181,8 @@ def _planned(
 
     args, kwargs = given
     try:
-        with loaded_tables.set_aside(), inductor.unlimited_recompiles():
-            output = inductor.compile_isolated(model, backend, dynamic=False)(*args, **kwargs)
+        with loaded_tables.set_aside(), frames.unlimited_recompiles():
+            output = frames.compile_isolated(model, backend, dynamic=False)(*args, **kwargs)
             if run is not _eager:
                 _run_backward(output, [*_parameters(model), *_tensors(given)])
     except LayerZeroError:

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames
 
 #: How long a compile stands still at least before it looks whether it should: see :meth:`Turns._wait`.
 PATIENCE_S = 0.3
@@ -79,7 +79,7 @@ class Turns:
     @contextmanager
     def compile(self) -> Iterator[None]:
         """Compile in this thread."""
-        with _pauses.short(), inductor.traces_apart():
+        with _pauses.short(), frames.traces_apart():
             self._is_compiling = True
             sys.setprofile(self._step)
             try:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def let_inductor_count() -> bool:
     """What Inductor needs for a scan, under whatever backend it is traced."""
-    from lz_compile.lowering.inductor import allow_counters
+    from lz_compile.lowering.frames import allow_counters
 
     allow_counters()
     return True
@@ -27,16 +27,16 @@ def let_inductor_count() -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def see_assignments(is_behind: bool) -> bool:
     """That attributes may be assigned behind a scan, called in front of it and behind."""
-    from lz_compile.lowering import inductor
+    from lz_compile.lowering import frames
 
-    inductor.see_assignments(is_behind=is_behind)
+    frames.see_assignments(is_behind=is_behind)
     return True
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_confined(place: str) -> bool:
     """Whether PyTorch compiles no scan where this is traced."""
-    from lz_compile.lowering.inductor import confines_scans
+    from lz_compile.lowering.frames import confines_scans
 
     found = confines_scans()
     if found:
@@ -54,7 +54,7 @@ def tell(place: str, why: str) -> bool:
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_like(known: Support, key: int, kind: str) -> bool:
     """Whether the like of a loop was proven, or is tried now; modules are those in the ``facts`` of who asks."""
-    from lz_compile.lowering.inductor import traced_modules
+    from lz_compile.lowering.frames import traced_modules
 
     return known.takes(key, kind, traced_modules("facts"))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lz_compile.lowering import inductor
+from lz_compile.lowering import cpp_builds
 
 _SOURCE = r"""
 #include <cstdint>
@@ -196,7 +196,7 @@ def apply(
 
 @cache
 def _library() -> Any:
-    library = inductor.load_cpp(
+    library = cpp_builds.load_cpp(
         _SOURCE, ["-ftree-loop-vectorize"]
     )  # which Inductor, that writes vectors itself, turns off
     pointer, number = ctypes.c_void_p, ctypes.c_int64

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from lz_compile.lowering import inductor
+from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.cpp.vectors import ELEMENTS
 
 #: Beside Inductor's own, which writes vectors itself.
@@ -39,7 +39,7 @@ def function(body: str, acc: torch.dtype, **types: torch.dtype) -> Any:
         RuntimeError: there is no C++ compiler, or it refuses the source.
     """
     names = "".join(f"using {name} = {ELEMENTS[dtype]};\n" for name, dtype in sorted(types.items()))
-    library = inductor.load_cpp(f"{_HEADERS}using Acc = {ELEMENTS[acc]};\n{names}{_SHARED}{body}", _FLAGS)
+    library = cpp_builds.load_cpp(f"{_HEADERS}using Acc = {ELEMENTS[acc]};\n{names}{_SHARED}{body}", _FLAGS)
     library.run.argtypes = [ctypes.c_void_p] * 3
     library.run.restype = None
     return library.run

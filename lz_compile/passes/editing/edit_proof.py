@@ -18,7 +18,7 @@ from torch import fx
 from lz_compile.ground import machine
 from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.store import Store
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames
 from lz_compile.passes.editing.comparison import comparable, differences, exact, of_sums
 from lz_compile.passes.editing.dead import is_torchs
 from lz_compile.passes.editing.shared_memory import WrittenBehind, written
@@ -64,7 +64,7 @@ def unlike_loop(module: Snapshot, scan: fx.Node) -> Verdict:
     stretch = Stretch(tuple(ahead), call, call, tuple(behind), ((scan, scan),))
     try:
         trial = _Trial(stretch, module, module, ("like", "operator"))
-        with inductor.apart():
+        with frames.apart():
             return Verdict(trial.difference(positive=False))
     except (NotRunnableError, WrittenBehind, RuntimeError, TypeError) as error:
         return Verdict(unproven=str(error))

@@ -15,7 +15,7 @@ from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
 from lz_compile.ground.sizes import Size, as_size, product
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.formula.polynomial import ONE, ZERO, Polynomial, Quotients, Variable, number, quotient, variable
 from lz_compile.passes.graph.effects import Effects
@@ -148,7 +148,7 @@ class Indices:
 
     def _size_variable(self, size: sympy.Expr) -> Variable:
         tensors = (tensor for tensor in map(tensor_of, self.effects.position) if tensor is not None)
-        known = inductor.symbolic_size(size, tensors)
+        known = frames.symbolic_size(size, tensors)
         # a range that begins at 0 may have been cut there
         least = known.lower if known.lower > 0 or size.is_nonnegative else None
         return Variable(

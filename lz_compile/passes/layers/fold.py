@@ -21,7 +21,7 @@ from lz_compile.ground import machine
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.store import Store
-from lz_compile.lowering import inductor
+from lz_compile.lowering import configured, frames, inductor
 from lz_compile.lowering.regions import INVOKE, NAME
 from lz_compile.passes.editing.edit import Rewrite, apply
 from lz_compile.passes.graph.effects import Effects
@@ -280,7 +280,7 @@ class Tried:
 def why_not_differentiated(device: torch.device) -> str:
     """Why no backward pass goes through regions on a device, under the configuration of this compile; empty if it may."""
     try:
-        where = f"{machine.proven_on(device)} {inductor.settings_digest()}"
+        where = f"{machine.proven_on(device)} {configured.settings_digest()}"
         return Store("regions").recall(where, Tried, lambda: Tried(_try(device))).wrong
     except Exception as error:  # noqa: BLE001 what cannot be tried is not trusted, and the reason says so
         return f"it cannot be tried here: {type(error).__name__}: {error}"
@@ -331,8 +331,8 @@ def _try(device: torch.device) -> str:
         total = torch.stack([each.sum() for each in results]).sum()
         return [*(each.detach() for each in results), *torch.autograd.grad(total, inputs)]
 
-    with isolated(), inductor.apart(), torch.inference_mode(False), torch.enable_grad():
+    with isolated(), frames.apart(), torch.inference_mode(False), torch.enable_grad():
         expected = gradients(partial(_stacked, _layer))
-        found = gradients(inductor.compile_graph(_graph(), _inputs(device), inductor.configuration(), ""))
+        found = gradients(inductor.compile_graph(_graph(), _inputs(device), configured.configuration(), ""))
     off = max(float((one - other).abs().max() / other.abs().max()) for one, other in zip(found, expected, strict=True))
     return f"it is off by {off:.2g} here" if not off <= _ROUNDING else ""

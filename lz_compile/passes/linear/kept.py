@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import fx
 
-from lz_compile.lowering import inductor, kept
+from lz_compile.lowering import frames, kept
 from lz_compile.lowering.ops.linear import Operands
 from lz_compile.lowering.spelled import spelled
 from lz_compile.passes.editing.edit import Rewrite
@@ -34,7 +34,7 @@ def sources(effects: Effects, node: fx.Node) -> list[fx.Node] | str:
     while queue:
         each = queue.pop()
         if each.op == "placeholder":
-            if not inductor.is_held(each):
+            if not frames.is_held(each):
                 return f"{told(each)} is no tensor of a module that tells of writes"
             found.append(each)
         else:

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import product, shape_of
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.calls import CASTS, constant_value
 from lz_compile.passes.formula.contraction import PRODUCTS
@@ -100,7 +100,7 @@ def _count(node: fx.Node) -> int:
     if tensor is None or tensor.dim() < 2:
         return 0
     count = product(shape_of(tensor))
-    return count if isinstance(count, int) else inductor.symbolic_size(count, [tensor]).hint or 0
+    return count if isinstance(count, int) else frames.symbolic_size(count, [tensor]).hint or 0
 
 
 def _is_given(effects: Effects, node: fx.Node) -> bool:

@@ -16,7 +16,7 @@ from torch import fx
 
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.reasons import Reason
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames
 from lz_compile.passes.graph.effects import Effects, Look
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import tensor_of, value_of
@@ -146,7 +146,7 @@ def _why_not(effects: Effects, node: fx.Node) -> Reason | None:
     elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return _refusal(f"{told(node)} is symbolic")
     if call is None:
-        is_known = inductor.buffer_value(node) is not None
+        is_known = frames.buffer_value(node) is not None
         return None if is_known else _refusal(f"{told(node)} is an input, or had other values in a call before")
     if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
         return _refusal(f"{told(node)} calls another graph")
@@ -160,7 +160,7 @@ def _why_not(effects: Effects, node: fx.Node) -> Reason | None:
 
 def _buffers(effects: Effects, nodes: Iterable[fx.Node]) -> dict[fx.Node, torch.Tensor]:
     """The values of those that are buffers."""
-    given = {node: inductor.buffer_value(node) for node in nodes if node.op == "placeholder"}
+    given = {node: frames.buffer_value(node) for node in nodes if node.op == "placeholder"}
     return {
         node: buffer.detach().to("cpu", copy=effects.has_mutations)
         for node, buffer in given.items()
@@ -188,5 +188,5 @@ def _moved(value: Any) -> Any:
 
 def hold_the_same(buffer: fx.Node, other: fx.Node) -> bool:
     """Whether two buffers have equal values."""
-    first, second = inductor.buffer_value(buffer), inductor.buffer_value(other)
+    first, second = frames.buffer_value(buffer), frames.buffer_value(other)
     return buffer is other or (first is not None and second is not None and torch.equal(first, second))

@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate
 from lz_compile.errors import TrialError
 from lz_compile.ground import memory
 from lz_compile.ground.sizes import Size
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames
 from lz_compile.lowering.ops.linear import NATIVE
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
@@ -100,7 +100,7 @@ def real_sizes(match: Match) -> Sizes:
     free = min(memory.free_bytes(device) for device in {tensor.device for tensor in tensors})
 
     def hint(size: Size) -> int:
-        known = size if isinstance(size, int) else inductor.symbolic_size(size, tensors).hint
+        known = size if isinstance(size, int) else frames.symbolic_size(size, tensors).hint
         return _UNKNOWN if known is None else known
 
     small = representative_sizes(match)

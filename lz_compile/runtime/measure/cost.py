@@ -28,7 +28,7 @@ from lz_compile.ground import events, machine
 from lz_compile.ground.hardware import Hardware, hardware
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.store import Store
-from lz_compile.lowering import inductor
+from lz_compile.lowering import frames
 from lz_compile.lowering.work import FRESH_FROM, Kind, Work
 from lz_compile.runtime.problem.context import SelectionContext, name_of
 
@@ -154,7 +154,7 @@ def _rates(dtype: torch.dtype, environment: str) -> Rates:
 
 def _alone(dtype: torch.dtype) -> Rates | None:
     # Not in a thread of its own: OpenMP starts new threads there, for which the old ones leave no core.
-    with inductor.without_transforms(), isolated():
+    with frames.without_transforms(), isolated():
         return measured(dtype)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal
 
-from lz_compile.lowering import inductor, ops
+from lz_compile.lowering import configured, ops
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.measure import cost
 from lz_compile.runtime.measure.perf_record import PerfRecord
@@ -74,7 +74,7 @@ def fixed_part(context: SelectionContext, alone: str | None) -> dict[str, Any]:
         "features": sorted(context.features.keys() - ops.module(context.op).TIMELESS_FEATURES),
         "symbolic": sorted(name for name, dim in context.dims.items() if isinstance(dim, SymbolicDim)),
         "source": alone or "",
-        "config": inductor.configuration_digest(),
+        "config": configured.configuration_digest(),
         "dims": {name: dim for name, dim in exact.items() if isinstance(dim, int)},
     }
 

@@ -65,9 +65,9 @@ def known_size(size: int | torch.SymInt) -> int:
     """A tensor's size, or while tracing the one to choose for."""
     if isinstance(size, int):
         return size
-    from lz_compile.lowering import inductor
+    from lz_compile.lowering import frames
 
-    known = inductor.range_of(size)
+    known = frames.range_of(size)
     return UNKNOWN_SIZE if known.hint is None else known.hint
 
 
@@ -214,9 +214,9 @@ def of_facts(
 def _dim(size: Size, tensors: Sequence[torch.Tensor]) -> Dim:
     if isinstance(size, int):
         return size
-    from lz_compile.lowering import inductor
+    from lz_compile.lowering import frames
 
-    known = inductor.symbolic_size(size, tensors)
+    known = frames.symbolic_size(size, tensors)
     least, most = known.lower, known.upper
     if least == most:
         return least

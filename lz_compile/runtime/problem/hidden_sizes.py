@@ -21,9 +21,9 @@ def compiles_are_scarce() -> bool:
 
     Past its limit it runs a function eagerly without a word.
     """
-    from lz_compile.lowering import inductor
+    from lz_compile.lowering import frames
 
-    left = inductor.compiles_left()
+    left = frames.compiles_left()
     return left is not None and left < SPARE_COMPILES
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lz_compile.lowering import inductor
+from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.cpp.floats import floats
 from lz_compile.lowering.cpp.vectors import ELEMENTS
 from lz_compile.lowering.kernels.blend.opaque_blend import Weighed
@@ -276,7 +276,7 @@ def _run(
 
 @lru_cache(maxsize=16)
 def _function(dtype: torch.dtype, logit_dtype: torch.dtype) -> Any:
-    program = Program(dtype, logit_dtype, inductor.vector_bits() // 32)
-    function = inductor.load_cpp(program.source(), FLAGS).gated_blend
+    program = Program(dtype, logit_dtype, cpp_builds.vector_bits() // 32)
+    function = cpp_builds.load_cpp(program.source(), FLAGS).gated_blend
     function.restype = None
     return function

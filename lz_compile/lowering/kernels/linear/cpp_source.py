@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from lz_compile.lowering import inductor
+from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.cpp.floats import STORED, STORED_TYPES, floats
 from lz_compile.lowering.ops.linear import LinearAttrs, Operands, fake, groups_of, ordered
 
@@ -76,7 +76,7 @@ def run(x: Operands, attrs: LinearAttrs) -> torch.Tensor:
     tensors = [y.input, stored, y.scale, y.zero, y.offset, y.bias, y.codebook, written]
     pointers = (ctypes.c_void_p * len(tensors))(*[0 if each is None else each.data_ptr() for each in tensors])
     has_zero, has_offset, has_codebook = (each is not None for each in (y.zero, y.offset, y.codebook))
-    lanes = inductor.vector_bits() // 32
+    lanes = cpp_builds.vector_bits() // 32
     program = Program(stored.dtype, attrs.packing != "none", has_zero, has_offset, has_codebook, lanes)
     _function(program)(pointers, (ctypes.c_int64 * len(numbers))(*map(int, numbers)))
     return written.to(out.dtype)
@@ -87,7 +87,7 @@ _GROUPED = ("scale", "zero", "offset")
 
 @lru_cache(maxsize=64)
 def _function(program: Program) -> Any:
-    function = inductor.load_cpp(program.source(), FLAGS).linear
+    function = cpp_builds.load_cpp(program.source(), FLAGS).linear
     function.restype = None
     return function
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lz_compile.lowering import inductor
+from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.cpp.floats import STORED, STORED_TYPES, floats
 from lz_compile.lowering.cpp.vectors import PICK, lane_sums
 from lz_compile.lowering.kernels.paged_attention.cpp_program import PAGED
@@ -69,7 +69,7 @@ def run(x: Operands, attrs: PagedAttentionAttrs, most_queries: int) -> tuple[tor
     sizes = [tokens, heads, kv_heads, requests, columns, blocks, slots, most_queries, attrs.window or 0]
     strides = [*readable.key_cache.stride(), *readable.value_cache.stride()]
     numbers = [*sizes, *strides, torch.get_num_threads()]
-    program = Program(x.key_cache.dtype, dims, value_dim, attrs.softcap is not None, inductor.vector_bits() // 32)
+    program = Program(x.key_cache.dtype, dims, value_dim, attrs.softcap is not None, cpp_builds.vector_bits() // 32)
     pointers = (ctypes.c_void_p * _COUNT)(*[0 if each is None else each.data_ptr() for each in tensors])
     shares = (ctypes.c_double * 2)(scale, attrs.softcap or 0.0)
     found = (ctypes.c_int64 * 2)()
@@ -96,6 +96,6 @@ def _readable(x: Operands) -> Operands:
 
 @lru_cache(maxsize=64)
 def _function(program: Program) -> Any:
-    function = inductor.load_cpp(program.source(), FLAGS).paged_attention
+    function = cpp_builds.load_cpp(program.source(), FLAGS).paged_attention
     function.restype = ctypes.c_int32
     return function

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lz_compile.lowering import inductor
+from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.cpp.floats import floats
 from lz_compile.lowering.cpp.vectors import ELEMENTS
 from lz_compile.lowering.kernels.sampling.cpp_text import ROWS, SELECTION
@@ -104,7 +104,7 @@ def _addresses(x: Operands, out: torch.Tensor) -> Any:
 def prepare(x: Operands, attrs: SamplingAttrs, out: torch.Tensor) -> tuple[Any, Any]:
     """The compiled function, and its second argument: sizes, threads and strides."""
     rows, vocab = x.logits.shape
-    lanes = inductor.vector_bits() // 32
+    lanes = cpp_builds.vector_bits() // 32
     padded = -(-vocab // lanes) * lanes
     threads = max(1, min(torch.get_num_threads(), rows))
     program = Program(
@@ -131,6 +131,6 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=64)
 def _function(program: Program) -> Any:
-    function = inductor.load_cpp(program.source(), FLAGS).sampling
+    function = cpp_builds.load_cpp(program.source(), FLAGS).sampling
     function.restype = None
     return function

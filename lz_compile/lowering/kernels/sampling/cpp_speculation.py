@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from lz_compile.lowering import inductor
+from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.cpp.floats import floats
 from lz_compile.lowering.kernels.sampling.cpp_vectors import VECTORS
 from lz_compile.lowering.ops.sampling import Operands
@@ -144,7 +144,7 @@ def prepare(
     rows, places, size = target.shape
     threads = max(1, min(torch.get_num_threads(), rows))
     numbers = _Numbers(rows, places - 1, size, threads, salts[0], looks, round(tolerance * 1e6), salts[1])
-    empty, lanes = inductor.empty_cpu, inductor.vector_bits() // 32
+    empty, lanes = cpp_builds.empty_cpu, cpp_builds.vector_bits() // 32
 
     def run(
         drafts: torch.Tensor, drafted: torch.Tensor | None, target: torch.Tensor, seeds: torch.Tensor
@@ -172,7 +172,7 @@ _Numbers = ctypes.c_int64 * 8
 @lru_cache(maxsize=4)
 def _library(lanes: int) -> Any:
     source = f"{floats(lanes)}{VECTORS}{_CODE}"
-    library = inductor.load_cpp(source, ("-ffp-contract=off",))
+    library = cpp_builds.load_cpp(source, ("-ffp-contract=off",))
     library.speculation.restype = None
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.place.argtypes = [pointer, pointer, pointer, number, number]

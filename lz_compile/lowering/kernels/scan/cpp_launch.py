@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lz_compile.lowering import inductor
+from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.kernels.scan.cpp_program import Program, vectors_for
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs, ScanSizes, common_dtype, factor_kind, sizes_of
 
@@ -121,7 +121,7 @@ class Launch:
     @cached_property
     def _lanes(self) -> int:
         """Elements of a vector register."""
-        return inductor.vector_bits() // 8 // self.compute_dtype.itemsize
+        return cpp_builds.vector_bits() // 8 // self.compute_dtype.itemsize
 
     @cached_property
     def _shares(self) -> tuple[int, int]:
@@ -195,7 +195,7 @@ def forward(operands: Sequence[torch.Tensor | None], attrs: ScanAttrs, chunk: in
     """
     key = _layouts(operands), attrs, chunk, keeps, torch.get_num_threads()
     function, numbers, (reads, last, checkpoints) = _forward(*key)
-    results = inductor.empty_cpu(*reads), inductor.empty_cpu(*last), inductor.empty_cpu(*checkpoints)
+    results = cpp_builds.empty_cpu(*reads), cpp_builds.empty_cpu(*last), cpp_builds.empty_cpu(*checkpoints)
     _call(function, (*operands, *results) if keeps else (*operands, *results[:2], None), numbers)
     return results
 
@@ -219,7 +219,7 @@ def by_address(
             given = zip(memory, (reads, last), strict=False)
             prepared.append((function, numbers, *[_contiguous(*each) for each in given]))
         function, numbers, of_reads, of_last = prepared[0]
-        results = inductor.empty_cpu(*of_reads), inductor.empty_cpu(*of_last)
+        results = cpp_builds.empty_cpu(*of_reads), cpp_builds.empty_cpu(*of_last)
         pointers = [None if each is None else each.data_ptr() for each in tensors]
         function(_Pointers(*pointers, results[0].data_ptr(), results[1].data_ptr(), None), numbers)
         return results
@@ -282,7 +282,7 @@ def forget() -> None:
 @lru_cache(maxsize=256)
 def function_of(program: Program, backward: bool) -> Any:
     """The compiled function."""
-    library = inductor.load_cpp(program.source(backward=backward), FLAGS)
+    library = cpp_builds.load_cpp(program.source(backward=backward), FLAGS)
     function = library.scan_backward if backward else library.scan_forward
     function.restype = None
     return function
