@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,7 +41,6 @@ from tests.blend_spellings import (
     spellings,
 )
 from tests.graphs import capture, effects_of
-from tests.interpreting import interpreted
 
 LOCK = {"blend": "torch.blend"}
 many = settings(
@@ -380,9 +378,8 @@ def test_the_kernel_is_the_reference(variant: str) -> None:
 
 def test_every_kernel_says_what_it_does() -> None:
     found = kernels("blend")
-    assert {"inductor", "torch.blend", "lz.triton_blend"} <= set(found)
-    assert "benchmarks/gpu.py on an H100" in found["lz.triton_blend"].prior_source
-    assert not {"alpha_gradient", "normalised", "host_weight"} & found["lz.triton_blend"].supports
+    assert {"inductor", "torch.blend", "lz.cpp_blend"} == set(found)
+    assert not {"alpha_gradient", "normalised", "host_weight"} & found["lz.cpp_blend"].supports
 
 
 def test_sizes_may_be_symbolic() -> None:
@@ -401,49 +398,6 @@ def test_half_precision_is_rounded_no_more_than_the_source() -> None:
         result, backend = _run(Spelling(bounds="clamp").build(), *inputs)
         assert backend.report.matches[0].rewritten, backend.why_not()
         assert result.dtype == dtype
-
-
-def test_triton_is_the_reference_in_its_interpreter() -> None:
-    interpreted("interpreted_blend.py", "strided or cut")
-
-
-@pytest.mark.slow
-def test_all_of_triton_is_the_reference_in_its_interpreter() -> None:
-    interpreted("interpreted_blend.py", "not (strided or cut)")
-
-
-@pytest.mark.sampled
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
-@pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 90, 32), ("hip", "gfx942", 64)], ids=["cuda", "hip"])
-@pytest.mark.parametrize("name", ["_gate_rows", "_forward", "_backward"])
-def test_triton_compiles_for_a_gpu(
-    name: str, backend: str, arch: Any, warp: int, dtype: str, tmp_path: Path, monkeypatch
-):
-    triton = pytest.importorskip("triton", reason="needs Triton, which compiles for a GPU without one")
-    if triton.knobs.runtime.interpret:
-        pytest.skip("needs Triton without its interpreter: unset TRITON_INTERPRET")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
-    from lz_compile.lowering.kernels.blend import triton_source as blend
-
-    types, constants = {
-        "_gate_rows": ("xwiiiww", {"IS_GATE": True, "BLOCK": 2048}),
-        "_forward": ("xxxwwxiiii", {"HAS_GATE": True, "IS_LARGE": False, "IS_RESIDUAL": False, "BLOCK": 1024}),
-        "_backward": ("xxwwxiiii", {"HAS_GATE": True, "IS_LARGE": True, "BLOCK": 1024}),
-    }[name]
-    kernel = getattr(blend, name)
-    constants = {**constants, "WIDE": tl.float64 if dtype == "fp64" else tl.float32}
-    kinds = {"x": f"*{dtype}", "w": "*fp64" if dtype == "fp64" else "*fp32", "i": "i32"}
-    given = iter(types)
-    signature = {each: "constexpr" if each in constants else kinds[next(given)] for each in kernel.arg_names}
-    assert next(given, None) is None, "every type is an argument's"
-    values = {(kernel.arg_names.index(each),): value for each, value in constants.items()}
-    compiled = triton.compile(ASTSource(kernel, signature, values), target=GPUTarget(backend, arch, warp))
-    assert compiled.asm["cubin" if backend == "cuda" else "hsaco"]
 
 
 def _leaky(x: Tensor, beta: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ import torch
 from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.cpp.floats import floats
 from lz_compile.lowering.cpp.vectors import ELEMENTS
-from lz_compile.lowering.kernels.blend.opaque_blend import Weighed
 from lz_compile.lowering.ops.blend import BlendAttrs
 
 #: Beside Inductor's own: no more than the rounding of ``a * b + c`` depends on it.
@@ -210,24 +209,28 @@ extern "C" void gated_blend(void** tensors, const int64_t* numbers) {
 """
 
 
-def forward(host: torch.Tensor, given: Weighed) -> torch.Tensor:
-    """The blend (see :class:`lz_compile.lowering.kernels.blend.opaque_blend.BlendCode`).
+def forward(
+    host: torch.Tensor,
+    seed: torch.Tensor,
+    alpha: torch.Tensor,
+    logits: torch.Tensor,
+    numbers: torch.Tensor,
+    attrs: BlendAttrs,
+) -> torch.Tensor:
+    """The blend, ``[N, C, S]``; ``numbers`` are gain, offset, low and high.
 
     Raises:
         RuntimeError: there is no C++ compiler.
     """
-    attrs = given.attrs
-    out = torch.empty_like(given.seed, dtype=attrs.out_dtype, memory_format=torch.contiguous_format)
-    _run(
-        "residual" if attrs.is_residual else "forward", host, given.seed, given.alpha, given.logits, given.numbers, out
-    )
+    out = torch.empty_like(seed, dtype=attrs.out_dtype, memory_format=torch.contiguous_format)
+    _run("residual" if attrs.is_residual else "forward", host, seed, alpha, logits, numbers, out)
     return out
 
 
-def backward(gradient: torch.Tensor, given: Weighed) -> torch.Tensor:
-    """The gradient of the seed (see :class:`lz_compile.lowering.kernels.blend.opaque_blend.BlendCode`)."""
-    out = torch.empty_like(given.seed, memory_format=torch.contiguous_format)
-    _run("backward", None, gradient.to(given.seed.dtype), given.alpha, given.logits, given.numbers, out)
+def backward(gradient: torch.Tensor, alpha: torch.Tensor, logits: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+    """The gradient of the seed, in the dtype of that of the result."""
+    out = torch.empty_like(gradient, memory_format=torch.contiguous_format)
+    _run("backward", None, gradient, alpha, logits, numbers, out)
     return out
 
 
@@ -243,11 +246,10 @@ def _run(
     host: torch.Tensor | None,
     seed: torch.Tensor,
     alpha: torch.Tensor | None,
-    logits: torch.Tensor | None,
+    logits: torch.Tensor,
     numbers: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    assert logits is not None, "a gate has logits"
     host_step = 0
     if host is not None:
         host = host if host.stride(0) else host[:1]  # one row for all
