@@ -21,9 +21,10 @@ import torch
 from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.store import Store
 from lz_compile.lowering import ops
+from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise
-from lz_compile.passes.proof.cases import Case, cases, inputs_of, some_axes, wants_grad
+from lz_compile.passes.proof.cases import Case, cases, inputs_of, some_axes
 from lz_compile.passes.proof.resize import real_sizes, replacement, representative_sizes, resized, whole
 from lz_compile.passes.proof.sides import run as run_side
 from lz_compile.passes.proof.sides import run_kernel
@@ -221,4 +222,4 @@ def _names(match: Match, case: Case) -> list[str]:
     outputs = [f"output {node.name}" for node in match.outputs] if match.site.extra_outputs else ["output"]
     if not case.gradients:
         return outputs
-    return [*outputs, *(f"gradient of {node.name}" for node in match.inputs if wants_grad(node))]
+    return [*outputs, *(f"gradient of {node.name}" for node in match.inputs if has_gradient(node))]

@@ -231,6 +231,27 @@ class Match:
         """The first of the matches that are equal but for their place."""
         return self.prototype or self
 
+    def moved(self, names: Mapping[fx.Node, fx.Node], prototype: Match, renamed: Mapping[fx.Node, fx.Node]) -> Match:
+        """The same of other nodes, which ``names`` gives; what is an input there need not be hoisted."""
+        site, found, output = self.site, self.found, names[self.site.output]
+        hoisted = [names[node] for node in site.hoisted if node in names]
+        site = replace(
+            site,
+            output=output,
+            extra_outputs=tuple(names[node] for node in site.extra_outputs),
+            hoisted=tuple(node for node in hoisted if node.op != "placeholder"),
+            core=tuple(names[node] for node in site.core),
+            read={names[node]: dims for node, dims in site.read.items() if node in names},
+            where=where_of(output),
+        )
+        found = replace(
+            found,
+            inputs={names[node]: each for node, each in found.inputs.items()},
+            operands={name: names.get(node, node) for name, node in found.operands.items()},
+            buffers=tuple(names.get(node, node) for node in found.buffers),
+        )
+        return replace(self, site=site, found=found, prototype=prototype, renamed=renamed)
+
     def assuming_finite(self) -> Match:
         """The same for inputs without NaN and infinities."""
         inputs = {node: replace(each, rows=(), dropped=(), selects=False) for node, each in self.found.inputs.items()}

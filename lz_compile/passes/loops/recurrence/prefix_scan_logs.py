@@ -30,6 +30,7 @@ from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, dims_of
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
+from lz_compile.passes.rewriting.core import Core
 
 #: Numbers below which two running sums (some 20 ns a number) cost less than calling a kernel (15 us).
 _LEAST_NUMBERS = 512
@@ -199,14 +200,7 @@ def _exponential(total: fx.Node, effects: Effects) -> fx.Node:
 
 
 def _check(core: tuple[fx.Node, ...], leaves: tuple[fx.Node, ...], effects: Effects) -> None:
-    for node in core[:-1]:
-        others = [user for user in node.users if user not in core and user.users]
-        if others:
-            text = f"{told(node)} is also used by {told(others[0])}"
-            raise RefusedError("INTERIOR_USED", text, "use the states themselves instead")
-        if effects.ambient(node) != effects.ambient(core[-1]):
-            text = "autocast or gradient mode changes inside"
-            raise RefusedError("MODE_CHANGES_INSIDE", text, "enter or leave the mode outside of it")
+    Core(core, effects.ambient(core[-1])).check(effects, {}, "use the states themselves instead")
     for node in (*core, *leaves):
         if effects.is_overwritten(node):
             raise RefusedError("OPERAND_MUTATED", f"{told(node)} is overwritten", "use its out-of-place form")
