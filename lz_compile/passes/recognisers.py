@@ -15,7 +15,7 @@ from torch import fx
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.masks.meaning import Meanings
 from lz_compile.passes.masks.reading import Masks
-from lz_compile.passes.rewriting.driver import Outcome
+from lz_compile.passes.rewriting.match import Outcome
 
 Recogniser = Callable[[fx.Graph, Effects], Iterator[Outcome]]
 

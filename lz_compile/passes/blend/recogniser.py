@@ -24,8 +24,7 @@ from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import tensor_of, where_of
 from lz_compile.passes.graph.walks import reached
-from lz_compile.passes.rewriting.driver import Driver, Outcome
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 
 OP = "blend"
 #: The last operation of a margin.

@@ -17,11 +17,10 @@ from lz_compile.ground.sizes import Size
 from lz_compile.passes.formula import contraction, edge, layout, moves, turning
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
-from lz_compile.passes.formula.pieces import named_dim
+from lz_compile.passes.formula.pieces import SPLITS, named_dim
 from lz_compile.passes.formula.places import Fixed, affine, canonical, has_fixed_index, ordered, placed
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.formula.polynomial import ZERO, Polynomial, Variable, number, variable
-from lz_compile.passes.formula.subscripts import SPLITS
 from lz_compile.passes.formula.turning import Known, may_turn, unknown
 from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.view import Call, tensor_of

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula import calls, moves, piecewise, position_rules, sum_rules
+from lz_compile.passes.formula import calls, moves, piecewise
 from lz_compile.passes.formula.arithmetic import ARITHMETIC
 from lz_compile.passes.formula.axes import Dims
-from lz_compile.passes.formula.operands import boolean, merged, numeric, operand
 from lz_compile.passes.formula.pieces import Piece
 from lz_compile.passes.formula.piecewise import (
     Number,
@@ -26,6 +25,7 @@ from lz_compile.passes.formula.piecewise import (
     selection,
 )
 from lz_compile.passes.formula.polynomial import ONE, Polynomial, number, quotient
+from lz_compile.passes.formula.position_rules import POSITIONS, SUMS, Rule, boolean, merged, numeric, operand
 from lz_compile.passes.formula.predicates import (
     FALSE,
     TRUE,
@@ -39,8 +39,6 @@ from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 if TYPE_CHECKING:
     from lz_compile.passes.formula.reader import Reader
-
-Rule: TypeAlias = "Callable[[Reader, Call, Dims], Value | None]"
 
 
 def read(reader: Reader, call: Call, dims: Dims) -> Value | None:
@@ -338,8 +336,8 @@ def _fill(reader: Reader, call: Call, dims: Dims) -> Value | None:
 CASTS = calls.CASTS | {"int", "long", "short", "byte", "char", "detach", "cuda", "cpu"}
 #: What each operation computes; those that move elements are in :data:`moves.RULES`.
 RULES: Mapping[str, Rule] = {
-    **position_rules.RULES,
-    **sum_rules.RULES,
+    **POSITIONS,
+    **SUMS,
     **{name: _computed(name) for name in ARITHMETIC},
     "mul": _mul,
     "div": _div,

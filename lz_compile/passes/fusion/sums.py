@@ -23,8 +23,7 @@ from lz_compile.passes.fusion.emitter import operands_of
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.view import Call, tensor_of, where_of
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.emitter import TableEmitter
-from lz_compile.passes.rewriting.match import Found, Input, Match, Site
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, TableEmitter
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_o
 from lz_compile.passes.mlp.gated_form import Form
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
-from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
-from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
+from lz_compile.passes.rewriting.match import Cell, Found, Input, Match, Site, TableEmitter, Trial
 
 #: Numbers beyond this are no bounds that are met.
 _LARGEST = 1e6

@@ -21,8 +21,7 @@ from lz_compile.passes.formula.normal_form import NormalForm
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
-from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
-from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
+from lz_compile.passes.rewriting.match import Cell, Found, Input, Match, Site, TableEmitter, Trial
 
 
 @dataclass(frozen=True)

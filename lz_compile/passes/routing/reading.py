@@ -22,8 +22,7 @@ from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.core import Core, find_core, is_dead, overwritten_edge
-from lz_compile.passes.routing.activation import Activation
-from lz_compile.passes.routing.cosine_mask import Cosine, cosine_of
+from lz_compile.passes.routing.cosine_mask import Activation, Cosine, cosine_of
 from lz_compile.passes.routing.emitter import Operand, RoutingEmitter
 from lz_compile.passes.routing.products import DETACHED, FUNCTIONS, Products, Term
 from lz_compile.passes.routing.roles import Adapter, Kept, Layer, Role, kept_of, role_of

@@ -20,7 +20,7 @@ from lz_compile.passes.loops.recurrence.index_values import TIME, Source, Values
 from lz_compile.passes.loops.recurrence.step_sizes import Place, StepSizes
 from lz_compile.passes.loops.recurrence.transition import Read, Transition
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.emitter import TableEmitter
+from lz_compile.passes.rewriting.match import TableEmitter
 
 _ONE = {Term(): 1.0}
 

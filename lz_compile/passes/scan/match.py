@@ -22,7 +22,7 @@ from lz_compile.passes.loops.recurrence.step_sizes import StepSizes
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, is_filled
 from lz_compile.passes.loops.recurrence.text import text_of
 from lz_compile.passes.loops.recurrence.transition import Transition
-from lz_compile.passes.proof.special_values import may_be_special
+from lz_compile.passes.proof.trial_run import may_be_special
 from lz_compile.passes.rewriting.core import wants_grad
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.scan.emitter import Given, ScanEmitter

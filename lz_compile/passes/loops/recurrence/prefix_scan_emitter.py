@@ -18,8 +18,7 @@ from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core, wants_grad
-from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
-from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
+from lz_compile.passes.rewriting.match import Cell, Found, Input, Match, Site, TableEmitter, Trial
 
 _Groups = tuple[tuple[Axis, ...], ...]
 

@@ -11,10 +11,9 @@ from lz_compile.passes.graph.modules import hold
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, tensor_of, value_of
 from lz_compile.passes.loops.roll.body import Around, Carried, Ref, Streamed
-from lz_compile.passes.loops.roll.facts import Loop, emitter_of
+from lz_compile.passes.loops.roll.facts import Loop, Place, emitter_of, numbers, stacked
 from lz_compile.passes.loops.roll.search import is_number
 from lz_compile.passes.loops.roll.step_graph import Emitter, StepGraph, in_order
-from lz_compile.passes.loops.roll.streams import Place, numbers, stacked
 from lz_compile.passes.rewriting.core import wants_grad
 
 SCAN = torch.ops.higher_order.scan
