@@ -81,10 +81,6 @@ def _arange(reader: Reader, call: Call, dims: Dims) -> Value | None:
     return everywhere(start.single + step.single * reader.place(dims[0]))
 
 
-def _eye(reader: Reader, _call: Call, dims: Dims) -> Value | None:
-    return zero(reader.place(dims[0]) - reader.place(dims[1]))
-
-
 def _cumsum(reader: Reader, call: Call, dims: Dims) -> Value | None:
     """The running sum of what is the same at every index along the dimension."""
     dim, source = call.get("dim", call.arguments.get("#1")), tensor_of(call.input)
@@ -133,7 +129,7 @@ POSITIONS: Mapping[str, Rule] = {
     "tril": _triangle(is_upper=False),
     "triu": _triangle(is_upper=True),
     "arange": _arange,
-    "eye": _eye,
+    "eye": lambda reader, _call, dims: zero(reader.place(dims[0]) - reader.place(dims[1])),
     "cumsum": _cumsum,
     "diff": _diff,
 }

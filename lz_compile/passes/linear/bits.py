@@ -127,10 +127,6 @@ def _divided(x: sympy.Expr, number: float) -> sympy.Expr | None:
     return HIGH(x.args[0] if isinstance(x, _UPPER) else x) if number == 16 else None
 
 
-def _rest(x: sympy.Expr, number: float) -> sympy.Expr | None:
-    return LOW(x) if number == 16 else None
-
-
 def _division(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     floors = call.get("rounding_mode") in ("floor", "trunc")
     return _of_number(_divided)(region, call, dims) if floors else POINTWISE["div"](region, call, dims)
@@ -275,7 +271,7 @@ BITS: Mapping[str, Rule] = {
     "and": _of_number(_and, "and"),
     **dict.fromkeys(("rshift", "bitwise_right_shift"), _of_number(_shifted)),
     **dict.fromkeys(("floordiv", "floor_divide"), _of_number(_divided)),
-    **dict.fromkeys(("mod", "remainder", "fmod"), _of_number(_rest)),
+    **dict.fromkeys(("mod", "remainder", "fmod"), _of_number(lambda x, number: LOW(x) if number == 16 else None)),
     "div": _division,
     **{name: _looked_up(name) for name in _TABLES},
 }

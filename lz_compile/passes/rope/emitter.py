@@ -233,11 +233,11 @@ def check(rotation: Rotation) -> None:
 
 def _dtype(table: Table) -> torch.dtype:
     """The dtype of a table as an operand."""
-    return _leaf_dtype(table) if table.expression.is_Symbol or table.expression == -_only(table) else _wide(table)
-
-
-def _only(table: Table) -> sympy.Expr:
-    return next(iter(table.leaves))
+    return (
+        _leaf_dtype(table)
+        if table.expression.is_Symbol or table.expression == -next(iter(table.leaves))
+        else _wide(table)
+    )
 
 
 def _leaf_dtype(table: Table) -> torch.dtype:

@@ -148,7 +148,7 @@ def _general(mask: Leaf, why: str) -> RefusedError:
 
 def _threshold(mask: Leaf, difference: sympy.Expr) -> float:
     """The cosine at which a difference changes its sign, for all lengths; RefusedError where there is none."""
-    function = sympy.lambdify((DOT, LENGTH_A, LENGTH_V), difference, modules=[{"Max": _larger}, "math"])
+    function = sympy.lambdify((DOT, LENGTH_A, LENGTH_V), difference, modules=[{"Max": max}, "math"])
 
     def value(cosine: float, length: float, other: float) -> float:
         try:
@@ -185,10 +185,6 @@ def _unlike(mask: Leaf, threshold: float, length: float, other: float) -> Refuse
         f"the mask {told(mask.node)} depends on the lengths of a and v ({length:g} and {other:g}), not on their cosine alone",
         f"divide by both norms, or compare with zero instead of {threshold:g}",
     )
-
-
-def _larger(*values: float) -> float:
-    return max(values)
 
 
 def _root(function: Callable[[float], float]) -> float | None:
