@@ -20,8 +20,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.formula.expressions import INFINITY, indicators
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.masks import finite as masks_finite
-from lz_compile.passes.masks.implied import Implied, near
-from lz_compile.passes.masks.meaning import Documents, Slopes
+from lz_compile.passes.masks.meaning import Documents, Implied, Slopes, near
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core, wants_grad
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial

@@ -16,8 +16,8 @@ from lz_compile.ground.sizes import product
 from lz_compile.lowering.ops.rope import Operands, RopeAttrs, RopeFacts, joined
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of
+from lz_compile.passes.formula.parts import Known
 from lz_compile.passes.formula.places import FixedIndex, affine, has_fixed_index
-from lz_compile.passes.formula.turning import Known
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core

@@ -18,9 +18,8 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.moments import CALLS, STATISTICS
-from lz_compile.passes.formula.parts import SPLITS, is_read
+from lz_compile.passes.formula.parts import SPLITS, Known, is_read, may_turn
 from lz_compile.passes.formula.pointwise import is_pointwise
-from lz_compile.passes.formula.turning import Known, may_turn
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.modules import told

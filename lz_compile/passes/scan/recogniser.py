@@ -28,13 +28,12 @@ from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.purity import refuse_transformed
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import tensor_of, where_of
-from lz_compile.passes.loops.recurrence.dropped_states import with_drops
 from lz_compile.passes.loops.recurrence.plan import Part, Plan
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, prefix_scans
 from lz_compile.passes.loops.recurrence.prefix_scan_emitter import match_of
 from lz_compile.passes.loops.recurrence.prefix_scan_logs import log_scans
 from lz_compile.passes.loops.recurrence.reading import Readings
-from lz_compile.passes.loops.recurrence.step_check import check
+from lz_compile.passes.loops.recurrence.step_check import check, with_drops
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
 from lz_compile.passes.loops.recurrence.transition import Transition

@@ -19,7 +19,7 @@ from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.passes.formula.layout import stride_order
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import known_tensor, origin_of, tensor_of, value_of
-from lz_compile.passes.loops.roll.scan import SCAN
+from lz_compile.passes.loops.roll.roll import SCAN
 from lz_compile.passes.loops.roll.step_graph import readable
 
 #: What the steps of our own making are called.
