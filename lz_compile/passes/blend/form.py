@@ -18,8 +18,7 @@ from lz_compile.passes.blend.terms import ANCHORS, CASTS, NEAR, Sums, Terms, int
 from lz_compile.passes.formula import moves
 from lz_compile.passes.formula.activations import is_read
 from lz_compile.passes.formula.axes import fresh
-from lz_compile.passes.formula.calls import constant_value, is_cast, is_constant
-from lz_compile.passes.formula.expressions import specialised
+from lz_compile.passes.formula.expressions import constant_value, is_cast, is_constant, specialised
 from lz_compile.passes.formula.indices import Indices
 from lz_compile.passes.formula.pieces import SPLITS
 from lz_compile.passes.formula.projections import rearranges

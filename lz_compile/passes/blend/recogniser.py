@@ -18,7 +18,7 @@ from lz_compile.passes.blend.ranks import Ranks, has_ranks
 from lz_compile.passes.blend.reading import read_blend, read_margin
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import LayoutError
-from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError

@@ -16,8 +16,7 @@ from lz_compile.passes.blend.bounds import BOUNDING, Affine, Bound, Interval, Li
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.activations import is_read
 from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC, Arithmetic
-from lz_compile.passes.formula.calls import constant_value, is_cast
-from lz_compile.passes.formula.expressions import specialised
+from lz_compile.passes.formula.expressions import constant_value, is_cast, specialised
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import EMITTED, Call, is_boolean, tensor_of, value_of

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Size, shape_of
-from lz_compile.passes.formula import contraction, edge, layout, moves, turning
+from lz_compile.passes.formula import contraction, edge, layout, moves
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.formula.contraction import Factor
@@ -26,7 +26,7 @@ from lz_compile.passes.formula.pieces import SPLITS, named_dim
 from lz_compile.passes.formula.places import Fixed, affine, canonical, has_fixed_index, ordered, placed
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.formula.polynomial import ZERO, Polynomial, Variable, number, variable
-from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import Call, tensor_of
 
 #: Of a column: a pair has two.
@@ -63,7 +63,7 @@ def _is_square(tensor: torch.Tensor | None) -> bool:
     return isinstance(rows, int) and isinstance(columns, int) and rows == columns and rows > 2 and rows % 2 == 0
 
 
-def product(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
+def _turned(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
     """The terms of a product with matrices that turn pairs, None where it is none.
 
     Raises:
@@ -208,7 +208,7 @@ class Parts(Region):
         summed = None
         if self.depends(call.node):
             summed = _sum(self, call, dims) if call.name == "sum" else None
-            summed = turning.product(self, call, dims) if summed is None else summed
+            summed = _turned(self, call, dims) if summed is None else summed
         return super()._express_call(call, dims) if summed is None else summed
 
     # ---- positions (:class:`pieces.Space`) ----------------------------------------------------------------------------

@@ -11,8 +11,16 @@ from torch import fx
 
 from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC
 from lz_compile.passes.formula.axes import Dims
-from lz_compile.passes.formula.calls import CASTS, constant_value
-from lz_compile.passes.formula.expressions import DROPOUT, FLOORED, NAN_TO_NUM, is_indicator, plain_number, specialised
+from lz_compile.passes.formula.expressions import (
+    CASTS,
+    DROPOUT,
+    FLOORED,
+    NAN_TO_NUM,
+    constant_value,
+    is_indicator,
+    plain_number,
+    specialised,
+)
 from lz_compile.passes.graph.view import Call, is_boolean, is_floating
 
 if TYPE_CHECKING:

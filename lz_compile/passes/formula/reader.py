@@ -16,8 +16,7 @@ from torch import fx
 from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.formula import layout, value_rules
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, regroup, resolve
-from lz_compile.passes.formula.calls import constant_value
-from lz_compile.passes.formula.expressions import specialised
+from lz_compile.passes.formula.expressions import constant_value, specialised
 from lz_compile.passes.formula.indices import Indices
 from lz_compile.passes.formula.piecewise import Piecewise, Value, everywhere, held, plain, weight_of
 from lz_compile.passes.formula.polynomial import ONE, Polynomial, Variable, lower, variable

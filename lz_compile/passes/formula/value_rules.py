@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula import calls, moves, piecewise
+from lz_compile.passes.formula import expressions, moves, piecewise
 from lz_compile.passes.formula.arithmetic import ARITHMETIC
 from lz_compile.passes.formula.axes import Dims
 from lz_compile.passes.formula.pieces import Piece
@@ -324,7 +324,7 @@ def _fill(reader: Reader, call: Call, dims: Dims) -> Value | None:
 
 
 #: What changes the dtype or the device only, integers included.
-CASTS = calls.CASTS | {"int", "long", "short", "byte", "char", "detach", "cuda", "cpu"}
+CASTS = expressions.CASTS | {"int", "long", "short", "byte", "char", "detach", "cuda", "cpu"}
 #: What each operation computes; those that move elements are in :data:`moves.RULES`.
 RULES: Mapping[str, Rule] = {
     **POSITIONS,

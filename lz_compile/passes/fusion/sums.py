@@ -17,7 +17,7 @@ from lz_compile.lowering.fused import RESIDUAL
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of
-from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.fusion.emitter import operands_of
 from lz_compile.passes.graph.effects import Effects, MutatedError

@@ -19,11 +19,10 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, fresh
-from lz_compile.passes.formula.calls import CASTS
-from lz_compile.passes.formula.expressions import plain_number
+from lz_compile.passes.formula.expressions import CASTS, plain_number
 from lz_compile.passes.formula.parts import FUNCTIONS, Parts
 from lz_compile.passes.formula.pointwise import POINTWISE, Rule
-from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.linear.unpacked import bounds_of, is_whole
 from lz_compile.passes.masks.constants import Constants

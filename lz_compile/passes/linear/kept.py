@@ -19,8 +19,7 @@ from lz_compile.lowering.spelled import spelled
 from lz_compile.passes.editing.edit import Rewrite
 from lz_compile.passes.formula.axes import atoms
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensors_in, value_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.graph.writes import writes

@@ -17,9 +17,8 @@ from torch import fx
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering import inductor
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.calls import CASTS, constant_value
 from lz_compile.passes.formula.contraction import PRODUCTS
-from lz_compile.passes.formula.expressions import plain_number
+from lz_compile.passes.formula.expressions import CASTS, constant_value, plain_number
 from lz_compile.passes.formula.parts import SPLITS
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, tensor_of

@@ -33,7 +33,7 @@ from lz_compile.passes.formula.predicates import (
 )
 from lz_compile.passes.formula.reader import Source
 from lz_compile.passes.graph.effects import Effects, Look
-from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.masks import bands as mask_bands
 from lz_compile.passes.masks import constant_patterns

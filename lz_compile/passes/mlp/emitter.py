@@ -17,7 +17,7 @@ from lz_compile.lowering.ops.mlp import MlpAttrs, MlpFacts, Operands
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
-from lz_compile.passes.formula.calls import constant_value, is_cast
+from lz_compile.passes.formula.expressions import constant_value, is_cast
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of
 from lz_compile.passes.mlp.gated_form import Form

@@ -17,7 +17,7 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.activations import BENDS
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fresh
-from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.projections import Supports, projection, rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError

@@ -19,14 +19,13 @@ from lz_compile.ground.sizes import Size, product, shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import LayoutError, axes_of, fresh
-from lz_compile.passes.formula.calls import is_cast
 from lz_compile.passes.formula.edge import Edge, behind_casts
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.moments import CALLS, FUNCTIONS, MEAN_SQUARE, ROW, STATISTICS, Moments
 from lz_compile.passes.formula.normal_form import NormalForm, normal_form
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import Call, is_floating, tensor_of
 from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.norm.emitter import NormEmitter

@@ -23,8 +23,8 @@ from lz_compile.lowering import inductor
 from lz_compile.lowering.ops.linear import NATIVE
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
-from lz_compile.passes.formula.calls import constant_value, is_constant
-from lz_compile.passes.graph.modules import held_by
+from lz_compile.passes.formula.expressions import constant_value, is_constant
+from lz_compile.passes.graph.refusal import held_by
 from lz_compile.passes.graph.view import Call, hint_of, is_symbolic, known_tensor, read, tensor_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.proof.subgraph import Sizes, Subgraph

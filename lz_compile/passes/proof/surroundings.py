@@ -22,7 +22,7 @@ from lz_compile.passes.formula.pieces import SPLITS
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import ambient_context
-from lz_compile.passes.graph.modules import held_by
+from lz_compile.passes.graph.refusal import held_by
 from lz_compile.passes.graph.view import is_symbolic, read, tensor_of, value_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.proof.resize import all_axes

@@ -27,7 +27,7 @@ from lz_compile.lowering import ops
 from lz_compile.passes.formula.axes import axes_of
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.modules import held_by
+from lz_compile.passes.graph.refusal import held_by
 from lz_compile.passes.graph.view import target_name, tensor_of
 from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise
 from lz_compile.passes.proof.cases import Case, cases, inputs_of, some_axes

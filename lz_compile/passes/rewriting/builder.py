@@ -25,7 +25,7 @@ from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
 from lz_compile.passes.formula.expressions import INFINITY
 from lz_compile.passes.graph.modes import Ambient, faking
-from lz_compile.passes.graph.modules import hold
+from lz_compile.passes.graph.refusal import hold
 from lz_compile.passes.graph.view import called, known_tensor, provenance, tensor_of
 
 Groups = Sequence[Sequence[Axis]]

@@ -12,9 +12,8 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, grad_enabled
-from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.purity import refuse_transformed
-from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import read, tensor_of
 
 #: What is advised where someone reads an inner value of an attention.

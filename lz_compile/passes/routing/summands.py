@@ -15,7 +15,7 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import EMITTED, Call, tensor_of
 from lz_compile.passes.graph.walks import reached

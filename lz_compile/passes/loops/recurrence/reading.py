@@ -11,7 +11,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import is_boolean, read, tensor_of, value_of

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, dims_of
 from lz_compile.passes.loops.recurrence.index_terms import Atom, SizedError, UnreadableError

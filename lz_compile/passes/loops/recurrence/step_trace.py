@@ -17,10 +17,9 @@ from torch.utils import _pytree as pytree
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.calls import constant_value
+from lz_compile.passes.formula.expressions import constant_value
 from lz_compile.passes.graph.modes import Ambient, faking
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of, value_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.graph.writes import overwritten

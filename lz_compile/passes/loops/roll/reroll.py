@@ -17,7 +17,7 @@ from torch import fx
 from lz_compile.ground.reasons import Reason
 from lz_compile.passes.editing.edit import Rewrite, Unproven, apply
 from lz_compile.passes.formula import contraction
-from lz_compile.passes.formula.calls import is_constant
+from lz_compile.passes.formula.expressions import is_constant
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of, where_of

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import value_of, where_of
 from lz_compile.passes.loops.roll.search import LEAST_STEPS, Program, Run, is_number
 from lz_compile.passes.loops.roll.versions import Versions

@@ -15,7 +15,7 @@ from torch import fx
 
 from lz_compile.passes.graph.effects import RESHAPERS, Effects
 from lz_compile.passes.graph.gradients import differentiated
-from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import Call, memory_of, read, tensor_of
 from lz_compile.passes.graph.writes import writes
 from lz_compile.passes.loops.roll.search import Program
