@@ -142,10 +142,12 @@ class AttentionEmitter:
         if self.distance != 0:
             query, key, squares = self._centred(builder, query, key)
         if self.query_gain != 1:
-            query = (query * builder.evaluate(self.query_gain, self.region, row_groups, self.dtype)).to(self.dtype)
+            query = (query * builder.evaluate(self.query_gain, self.region.leaves, row_groups, self.dtype)).to(
+                self.dtype
+            )
         if self.key_gain != 1:
             groups = (roles.batch, roles.kv_heads, roles.keys, ())
-            key = (key * builder.evaluate(self.key_gain, self.region, groups, self.dtype)).to(self.dtype)
+            key = (key * builder.evaluate(self.key_gain, self.region.leaves, groups, self.dtype)).to(self.dtype)
         found = {"query": query, "key": key, "value": value}
         score_groups = (*roles.rows, roles.keys)
         if self.keep != 1:
@@ -181,12 +183,12 @@ class AttentionEmitter:
         if roles.group:
             count = builder.size(roles.group)
             around, squares = (each.repeat_interleave(count, 1) for each in (around, squares))
-        weight = builder.evaluate(self.distance, self.region, (*roles.rows, roles.keys), self._wide())
+        weight = builder.evaluate(self.distance, self.region.leaves, (*roles.rows, roles.keys), self._wide())
         return query - around, key, squares * weight * float(self.key.factor**2)
 
     def _bias(self, builder: Builder, groups: tuple[tuple[Axis, ...], ...], query: Any) -> Any:
         """The bias; one number for all scores, Python's or a tensor's, as a tensor of the rank of scores."""
-        value = builder.evaluate(self.bias, self.region, groups, self._wide())
+        value = builder.evaluate(self.bias, self.region.leaves, groups, self._wide())
         tensors = (tensor_of(self.region.leaves[symbol].node) for symbol in self.bias.free_symbols - {INFINITY})
         if any(tensor is not None and tensor.dim() for tensor in tensors):
             return value
@@ -221,7 +223,7 @@ class AttentionEmitter:
         """An expression that branches on masks, as nested selections."""
         flags = indicators(expression)
         if not flags:
-            return builder.evaluate(expression, self.region, groups, self._wide())
+            return builder.evaluate(expression, self.region.leaves, groups, self._wide())
         leaf = self.region.leaves[flags[0]]
         on, off = (
             self._piecewise(builder, sympy.expand(expression.xreplace({flags[0]: value})), groups)
@@ -233,7 +235,7 @@ class AttentionEmitter:
         """The kernel's ``[B, H, S, E]`` in the layout and dtype of the node that it replaces."""
         roles = self.roles
         if self.output_gain != 1:
-            value = value * builder.evaluate(self.output_gain, self.region, (*roles.rows, ()), self.dtype)
+            value = value * builder.evaluate(self.output_gain, self.region.leaves, (*roles.rows, ()), self.dtype)
         target = known_tensor(self.output).dtype
         if target != self.dtype or self.output_gain != 1:
             value = value.to(target)

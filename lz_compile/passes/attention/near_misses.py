@@ -25,13 +25,11 @@ from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fr
 from lz_compile.passes.formula.distances import is_distance
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
+from lz_compile.passes.graph.refusal import OUT_OF_PLACE, NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import EMITTED, Call, is_floating, known_tensor, tensor_of, where_of
 from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.rewriting.match import refusal_of
 
-#: What to do about a value that was overwritten before it is read.
-OUT_OF_PLACE = "use the out-of-place form of that operation"
 _NORMALISED = frozenset({"softmax", "log_softmax"})
 _EXPONENTIALS = frozenset({"exp", "exp2"})
 _SUMS = frozenset({"sum", "logsumexp"})

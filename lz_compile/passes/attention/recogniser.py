@@ -22,7 +22,7 @@ from lz_compile.ground.sizes import Shape, Size, shape_of
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
 from lz_compile.passes.attention.gathered import matched
-from lz_compile.passes.attention.near_misses import OUT_OF_PLACE, unread
+from lz_compile.passes.attention.near_misses import unread
 from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.attention.reading import OP, SCORES, SOFTMAX, Reader
@@ -31,7 +31,7 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, broadcast_from, fresh, regroup
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
+from lz_compile.passes.graph.refusal import OUT_OF_PLACE, NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, where_of
 from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.masks import finite as masks_finite

@@ -92,6 +92,15 @@ class RefusedError(Exception):
         self.edit = edit
 
 
+#: What to do about a value that was overwritten before it is read.
+OUT_OF_PLACE = "use the out-of-place form of that operation"
+
+
+def mutated(text: str) -> RefusedError:
+    """What is read was overwritten by then."""
+    return RefusedError("OPERAND_MUTATED", text, OUT_OF_PLACE)
+
+
 @dataclass(frozen=True)
 class NearMiss:
     """A subgraph with the op's anchor that was refused, and the smallest edit that would make it match.

@@ -26,7 +26,7 @@ from lz_compile.passes.formula.normal_form import NormalForm, normal_form
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
-from lz_compile.passes.graph.view import Call, is_floating, tensor_of
+from lz_compile.passes.graph.view import Call, is_floating, tensor_of, tensor_operands
 from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.norm.emitter import NormEmitter
 from lz_compile.passes.rewriting.core import Core, find_core, is_dead
@@ -75,7 +75,7 @@ def _sources(effects: Effects, anchor: fx.Node) -> Iterator[fx.Node]:
         for node in level:
             inner = effects.calls.get(behind_casts(effects, node))
             if inner is not None and (is_pointwise(inner) or layout.rearranges(inner) or inner.name in FUNCTIONS):
-                operands = [each for each in inner.node.all_input_nodes if tensor_of(each) is not None]
+                operands = tensor_operands(inner.node)
                 following += operands
             else:
                 operands = []

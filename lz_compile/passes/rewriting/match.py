@@ -287,7 +287,7 @@ class Cell:
             value = builder.arrange(given, self.what.dims, self.groups, expand=self.is_whole)
             return value.detach() if self.is_detached else value
         assert self.region is not None, "a formula speaks of the leaves of a region"
-        return builder.evaluate(self.what, self.region, self.groups, self.dtype)
+        return builder.evaluate(self.what, self.region.leaves, self.groups, self.dtype)
 
 
 class TableEmitter:

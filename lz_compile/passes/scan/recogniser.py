@@ -9,7 +9,7 @@ Which kernel a call of the op selects by itself is not asked here, but where ker
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.purity import refuse_transformed
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError, mutated, told
 from lz_compile.passes.graph.view import tensor_of, where_of
 from lz_compile.passes.loops.recurrence.plan import Part, Plan
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, prefix_scans
@@ -95,12 +95,14 @@ def _described(parts: list[Part], form: StepForm) -> str:
 def _check_surroundings(call: ScanCall, effects: Effects) -> None:
     """Refuse inside of function transforms, and where an operand is overwritten before the last result is taken."""
     refuse_transformed(effects.ambient(call.node))
-    last = max(call.node.users)
-    for node in call.operands:
-        writer = effects.overwritten_after(node, call.node, last)
+    _check_written(call.node, call.operands, max(call.node.users), effects)
+
+
+def _check_written(scan: fx.Node, operands: Iterable[fx.Node], last: fx.Node, effects: Effects) -> None:
+    for node in operands:
+        writer = effects.overwritten_after(node, scan, last)
         if writer is not None:
-            text = f"{told(node)} is overwritten by {told(writer)} before the results are taken"
-            raise RefusedError("OPERAND_MUTATED", text, "use the out-of-place form of that operation")
+            raise mutated(f"{told(node)} is overwritten by {told(writer)} before the results are taken")
 
 
 _EXPONENTIALS = frozenset({"exp", "exp2"})
@@ -208,11 +210,7 @@ def _outputs(node: fx.Node, effects: Effects, given: Mapping[str, fx.Node]) -> d
             raise RefusedError("SCAN_USED_WHOLE", f"{told(user)} takes all results of a scan", "unpack them")
         found[user] = user.args[1] % 2
     read = {user: place for user, place in found.items() if user.users}
-    for each in given.values():
-        writer = effects.overwritten_after(each, node, max(read or found))
-        if writer is not None:
-            text = f"{each.name} is overwritten by {told(writer)} before the results are taken"
-            raise RefusedError("OPERAND_MUTATED", text, "use the out-of-place form of that operation")
+    _check_written(node, given.values(), max(read or found), effects)
     return read or found
 
 

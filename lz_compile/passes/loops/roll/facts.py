@@ -14,7 +14,7 @@ from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.purity import refuse_impure, refuse_transformed
-from lz_compile.passes.graph.refusal import RefusedError, told
+from lz_compile.passes.graph.refusal import RefusedError, mutated, told
 from lz_compile.passes.graph.view import known_tensor, memory_of, tensor_of, where_of
 from lz_compile.passes.loops.roll.body import Body, Gathered, Numbers, Stream
 from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector, Use, buffers_of, collector_of, uses_of
@@ -193,8 +193,7 @@ def _refuse_unclear(steps: Steps) -> None:
     versions, inside = steps.versions, set(steps.nodes)
     for node in steps.nodes:
         if node in versions.unclear:
-            text = f"{versions.unclear[node]} ({where_of(node)})"
-            raise RefusedError("OPERAND_MUTATED", text, "use the out-of-place form of that operation")
+            raise mutated(f"{versions.unclear[node]} ({where_of(node)})")
     written = [versions.writes[node] for node in steps.nodes if node in versions.writes]
     for node, text in versions.unclear.items():
         if node not in inside and any(versions.shares(node_read, written) for node_read in node.all_input_nodes):
