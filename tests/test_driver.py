@@ -14,9 +14,7 @@ from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
 from lz_compile.passes.graph.view import EMITTED
 from lz_compile.passes.rewriting.core import Core
-from lz_compile.passes.rewriting.driver import Driver, Outcome
-from lz_compile.passes.rewriting.emitter import TableEmitter
-from lz_compile.passes.rewriting.match import Found, Match, Site
+from lz_compile.passes.rewriting.match import Driver, Found, Match, Outcome, Site, TableEmitter
 
 
 def _waves(x: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,7 @@ from lz_compile.passes.loops.roll.scan_outputs import (
     order_gradients,
 )
 from lz_compile.passes.loops.roll.unbatch import unbatch
-from lz_compile.passes.proof.special_values import may_be_special
+from lz_compile.passes.proof.trial_run import may_be_special
 from lz_compile.passes.recognisers import recognisers
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import Recipes, splice

@@ -20,7 +20,7 @@ from lz_compile.compile import measuring
 from lz_compile.errors import ArgumentError, UnknownKernelError, UnknownOperationError
 from lz_compile.ground import events, health
 from lz_compile.lowering import ops
-from lz_compile.passes.proof.operand_trial import UndefinedError
+from lz_compile.passes.proof.eager_proof import UndefinedError
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.problem import context as contexts
 from lz_compile.tools.command_line import main

@@ -18,7 +18,7 @@ from lz_compile.lowering.kernels.linear import cpp_linear, torch_linear
 from lz_compile.lowering.ops import linear as op
 from lz_compile.lowering.ops.linear import Operands
 from lz_compile.passes.proof import validate
-from lz_compile.passes.proof.verdict_keys import verdict_key
+from lz_compile.passes.proof.validate import verdict_key
 from tests.backends import Rewriting
 
 pytestmark = pytest.mark.usefixtures("no_preference")

@@ -86,8 +86,8 @@ from lz_compile.ground.sizes import product, shape_of
 from lz_compile.passes.formula.axes import axes_of, fresh
 from lz_compile.passes.rewriting.core import find_core
 from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.rewriting.driver import Driver
-from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
+from lz_compile.passes.rewriting.match import Driver
+from lz_compile.passes.rewriting.match import Cell, TableEmitter
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site
 from lz_compile.passes.graph.view import tensor_of
 

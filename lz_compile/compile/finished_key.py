@@ -22,7 +22,7 @@ from lz_compile.compile.options import Options
 from lz_compile.ground import health, store
 from lz_compile.ground.machine import code_runs_on, environment
 from lz_compile.lowering import dynamo
-from lz_compile.passes.graph.modules import source_of
+from lz_compile.passes.graph.refusal import source_of
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.tables import loaded as loaded_tables

@@ -23,7 +23,7 @@ from lz_compile.passes.inlining.subclasses import spell_out_subclasses
 from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
 from lz_compile.passes.loops.roll.filled_parts import join_parts
 from lz_compile.passes.loops.roll.forward_stores import forward_stores
-from lz_compile.passes.loops.roll.scan import SCAN
+from lz_compile.passes.loops.roll.roll import SCAN
 from lz_compile.passes.loops.roll.scan_outputs import is_graded, scans_of_ours
 from lz_compile.passes.loops.roll.unbatch import unbatch
 from lz_compile.passes.sampling.stores import with_values

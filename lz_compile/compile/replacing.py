@@ -31,7 +31,7 @@ from lz_compile.passes.layers.fold import fold_layers
 from lz_compile.passes.linear.emitter import LinearEmitter
 from lz_compile.passes.linear.kept import keep
 from lz_compile.passes.loops.roll.checkpoints import checkpoints
-from lz_compile.passes.loops.roll.scan import SCAN
+from lz_compile.passes.loops.roll.roll import SCAN
 from lz_compile.passes.loops.roll.scan_outputs import (
     attach_states,
     drop_steps,

@@ -15,7 +15,7 @@ from torch import fx
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.masks.meaning import Meanings
 from lz_compile.passes.masks.reading import Masks
-from lz_compile.passes.rewriting.driver import Outcome
+from lz_compile.passes.rewriting.match import Outcome
 
 Recogniser = Callable[[fx.Graph, Effects], Iterator[Outcome]]
 
@@ -26,12 +26,9 @@ def recognisers() -> Mapping[str, Recogniser]:
     rooms = Path(__file__).parent.glob("*/recogniser.py")
     ops = sorted(path.parent.name for path in rooms)
     found = {op: importlib.import_module(f"{__package__}.{op}.recogniser").recognise for op in ops}
-    return {**found, "attention": _told_masks(found["attention"])}
-
-
-def _told_masks(recognise: Callable[[fx.Graph, Effects, Meanings], Iterator[Outcome]]) -> Recogniser:
-    """A recogniser that asks what masks mean, and not how they are read."""
-    return lambda graph, effects: recognise(graph, effects, Masks(effects))
+    attention: Callable[[fx.Graph, Effects, Meanings], Iterator[Outcome]] = found["attention"]
+    # attention asks what masks mean, and not how they are read
+    return {**found, "attention": lambda graph, effects: attention(graph, effects, Masks(effects))}
 
 
 recognisers()  # imported with the package: the first compile does not pay for it

@@ -13,7 +13,7 @@ from lz_compile.ground import health
 from lz_compile.ground.events import Event
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.records import Record, plain
-from lz_compile.passes.graph.modules import module_of, modules_of
+from lz_compile.passes.graph.refusal import module_of, modules_of
 from lz_compile.report.graph_text import statements
 from lz_compile.report.mask_picture import picture
 from lz_compile.runtime.policy import policy

@@ -12,7 +12,7 @@ from lz_compile.ground import health
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.reasons import Reason, first_line
 from lz_compile.lowering import inductor, ops
-from lz_compile.passes.proof.operand_trial import OperandTrial, UndefinedError, copied, tensors_of
+from lz_compile.passes.proof.eager_proof import OperandTrial, UndefinedError, copied, tensors_of
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.policy.names import kernel_named

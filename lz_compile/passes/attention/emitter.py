@@ -18,11 +18,9 @@ from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.formula.expressions import INFINITY, indicators
-from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.masks import finite as masks_finite
-from lz_compile.passes.masks.implied import Implied, near
-from lz_compile.passes.masks.meaning import Documents, Slopes
+from lz_compile.passes.masks.meaning import Documents, Implied, Slopes, near
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core, wants_grad
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
@@ -122,6 +120,13 @@ class AttentionEmitter:
         attrs = self.attributes_at(sizes)
         return self.implied[node].value(builder, self.groups(), attrs, given, sees_keys=self.sees_keys)
 
+    @property
+    def flags(self) -> dict[fx.Node, tuple[Dims, bool]]:
+        """The boolean masks with their axes, and whether True keeps."""
+        leaves, factors = self.region.leaves, sympy.Mul.make_args(self.keep)
+        pairs = [(leaves[flag], factor == flag) for factor in factors for flag in factor.free_symbols]
+        return {leaf.node: (leaf.dims, keeps) for leaf, keeps in pairs}
+
     def groups(self) -> tuple[tuple[Axis, ...], ...]:
         """The axes of scores: batch, heads, queries and keys."""
         return (*self.roles.rows, self.roles.keys)
@@ -137,10 +142,12 @@ class AttentionEmitter:
         if self.distance != 0:
             query, key, squares = self._centred(builder, query, key)
         if self.query_gain != 1:
-            query = (query * builder.evaluate(self.query_gain, self.region, row_groups, self.dtype)).to(self.dtype)
+            query = (query * builder.evaluate(self.query_gain, self.region.leaves, row_groups, self.dtype)).to(
+                self.dtype
+            )
         if self.key_gain != 1:
             groups = (roles.batch, roles.kv_heads, roles.keys, ())
-            key = (key * builder.evaluate(self.key_gain, self.region, groups, self.dtype)).to(self.dtype)
+            key = (key * builder.evaluate(self.key_gain, self.region.leaves, groups, self.dtype)).to(self.dtype)
         found = {"query": query, "key": key, "value": value}
         score_groups = (*roles.rows, roles.keys)
         if self.keep != 1:
@@ -154,7 +161,7 @@ class AttentionEmitter:
         if self.attrs.masked_rows == "fill":
             found["fill"] = self._piecewise(builder, self.fill, score_groups)
         if self.sinks is not None:
-            found["sinks"] = self._sinks(builder)
+            found["sinks"] = builder.arrange(builder.value(self.sinks.node), self.sinks.dims, (*roles.rows, ()))
         if self.slopes is not None:
             given = builder.value(self.slopes.node)
             linear = builder.arrange(given, self.slopes.dims, (roles.batch, roles.heads, (), ()))
@@ -176,12 +183,12 @@ class AttentionEmitter:
         if roles.group:
             count = builder.size(roles.group)
             around, squares = (each.repeat_interleave(count, 1) for each in (around, squares))
-        weight = builder.evaluate(self.distance, self.region, (*roles.rows, roles.keys), self._wide())
+        weight = builder.evaluate(self.distance, self.region.leaves, (*roles.rows, roles.keys), self._wide())
         return query - around, key, squares * weight * float(self.key.factor**2)
 
     def _bias(self, builder: Builder, groups: tuple[tuple[Axis, ...], ...], query: Any) -> Any:
         """The bias; one number for all scores, Python's or a tensor's, as a tensor of the rank of scores."""
-        value = builder.evaluate(self.bias, self.region, groups, self._wide())
+        value = builder.evaluate(self.bias, self.region.leaves, groups, self._wide())
         tensors = (tensor_of(self.region.leaves[symbol].node) for symbol in self.bias.free_symbols - {INFINITY})
         if any(tensor is not None and tensor.dim() for tensor in tensors):
             return value
@@ -216,7 +223,7 @@ class AttentionEmitter:
         """An expression that branches on masks, as nested selections."""
         flags = indicators(expression)
         if not flags:
-            return builder.evaluate(expression, self.region, groups, self._wide())
+            return builder.evaluate(expression, self.region.leaves, groups, self._wide())
         leaf = self.region.leaves[flags[0]]
         on, off = (
             self._piecewise(builder, sympy.expand(expression.xreplace({flags[0]: value})), groups)
@@ -224,24 +231,15 @@ class AttentionEmitter:
         )
         return torch.where(builder.arrange(builder.value(leaf.node), leaf.dims, groups), on, off)
 
-    def _sinks(self, builder: Builder) -> Any:
-        assert self.sinks is not None, "asked for only where there are sinks"
-        value = builder.arrange(builder.value(self.sinks.node), self.sinks.dims, (*self.roles.rows, ()))
-        return value
-
     def result(self, builder: Builder, value: Any) -> Any:
         """The kernel's ``[B, H, S, E]`` in the layout and dtype of the node that it replaces."""
         roles = self.roles
         if self.output_gain != 1:
-            value = self._weighted(builder, value)
+            value = value * builder.evaluate(self.output_gain, self.region.leaves, (*roles.rows, ()), self.dtype)
         target = known_tensor(self.output).dtype
         if target != self.dtype or self.output_gain != 1:
             value = value.to(target)
         return builder.restore(value, (*roles.rows, roles.value_features), self.output_dims)
-
-    def _weighted(self, builder: Builder, value: Any) -> Any:
-        gain = builder.evaluate(self.output_gain, self.region, (*self.roles.rows, ()), self.dtype)
-        return value * gain
 
     def match(self, op: str, core: Core, source_kernel: str | None = None) -> Match:
         """The finished match."""
@@ -256,7 +254,7 @@ class AttentionEmitter:
         biases -= set(self.implied) if self.sees_keys else set()
         found = Found(
             self.attrs,
-            self._facts(grad_enabled(core.ambient)),
+            self._facts(core),
             self._inputs(biases),
             operands,
             self,
@@ -277,14 +275,15 @@ class AttentionEmitter:
 
     def _inputs(self, biases: Collection[fx.Node]) -> dict[fx.Node, Input]:
         """What the replacement reads, and the masks that it need not read, with what is known of their values."""
-        keeps, rows, dropped, selecting = self._polarities(), self._rows(), self._dropped(), self._selecting()
+        flags, rows, dropped = self.flags, self._rows(), self._dropped()
+        selecting = {self.region.leaves[flag].node for flag in self.keep.free_symbols & self.region.selecting}
         is_finite = self.attrs.bias_is_finite or self.region.multiplies_masks
         edge = {**self.edge(), **{node: each.dims for node, each in self.implied.items()}}
         return {
             node: Input(
                 dims,
                 fill=is_finite if node in biases else None,
-                keeps=keeps.get(node),
+                keeps=flags[node][1] if node in flags else None,
                 selects=node in selecting,
                 rows=rows.get(node, ()),
                 dropped=dropped.get(node, ()),
@@ -292,10 +291,6 @@ class AttentionEmitter:
             )
             for node, dims in edge.items()
         }
-
-    def _selecting(self) -> frozenset[fx.Node]:
-        flags = self.keep.free_symbols & self.region.selecting
-        return frozenset(self.region.leaves[flag].node for flag in flags)
 
     def _rows(self) -> dict[fx.Node, tuple[Axis, ...]]:
         """The query, where it is nothing else as well and NaN does not come from exponentials that overflow."""
@@ -314,16 +309,8 @@ class AttentionEmitter:
             return {}
         return {self.key.node: self.roles.keys}
 
-    def _polarities(self) -> dict[fx.Node, bool]:
-        """The boolean masks, True for one whose True keeps."""
-        factors = [
-            (factor, next(iter(factor.free_symbols))) for factor in sympy.Mul.make_args(self.keep) if factor != 1
-        ]
-        return {self.region.leaves[flag].node: factor == flag for factor, flag in factors}
-
-    def _facts(self, enabled: bool) -> AttentionFacts:
+    def _facts(self, core: Core) -> AttentionFacts:
         roles = self.roles
-        grads = [tensor_of(node) for node in self.edge()]
         bias = [self.region.leaves[symbol].node for symbol in self.bias.free_symbols]
         bias += [] if self.slopes is None else [self.slopes.node]
         bias += [] if self.distance == 0 else [self.key.node]
@@ -337,11 +324,6 @@ class AttentionEmitter:
             value_dim=product(axis.size for axis in roles.value_features),
             dtype=self.dtype,
             device=known_tensor(self.output).device.type,
-            needs_grad=enabled and any(tensor is not None and tensor.requires_grad for tensor in grads),
-            bias_needs_grad=enabled and any(_requires_grad(node) for node in bias),
+            needs_grad=core.wants_grad(self.edge()),
+            bias_needs_grad=core.wants_grad(bias),
         )
-
-
-def _requires_grad(node: fx.Node) -> bool:
-    tensor = tensor_of(node)
-    return tensor is not None and tensor.requires_grad

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import sympy
 import torch
 from torch import fx
 
@@ -67,7 +66,9 @@ def _as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings, key: Store
     Raises:
         RefusedError: it is none, with the reason.
     """
-    roles, flags, passed = emitter.roles, _flags(emitter), dict(emitter.passed)
+    roles, passed = emitter.roles, dict(emitter.passed)
+    added = emitter.region.leaves.get(emitter.bias)
+    flags = emitter.flags | ({} if added is None else {added.node: (added.dims, True)})
     plain = _what_is_special(emitter)
     if plain:
         raise _refused(plain)
@@ -123,14 +124,6 @@ def _what_is_special(emitter: AttentionEmitter) -> str:
         or attrs.masked_rows == "fill",
     }
     return ", ".join(text for text, holds in special.items() if holds)
-
-
-def _flags(emitter: AttentionEmitter) -> dict[fx.Node, tuple[Dims, bool]]:
-    """The masks, with their axes, and whether True keeps."""
-    leaves = emitter.region.leaves
-    factors = (*sympy.Mul.make_args(emitter.keep), emitter.bias)
-    pairs = [(leaves[symbol], factor == symbol) for factor in factors for symbol in factor.free_symbols]
-    return {leaf.node: (leaf.dims, keeps) for leaf, keeps in pairs}
 
 
 def _rows(

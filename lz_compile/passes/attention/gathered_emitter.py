@@ -18,7 +18,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.masks.meaning import Ends, Terms
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.emitter import TableEmitter
+from lz_compile.passes.rewriting.match import TableEmitter
 
 
 @dataclass(frozen=True)

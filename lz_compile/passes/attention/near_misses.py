@@ -2,6 +2,9 @@
 
 What looks like attention is a normalisation of something made of a product of two computed tensors, whose result meets
 another product. Routers and classifiers do not: they normalise a product with a weight, or pick from the result.
+
+Talking heads mix scores before the softmax, probabilities after it, or both, by a matrix of weights over the heads. The
+axis of the keys stays what it is, which tells them from a router, whose weights *make* the axis that its softmax runs over.
 """
 
 from __future__ import annotations
@@ -13,22 +16,20 @@ from torch import fx
 
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.attention import mixed_heads, scores
+from lz_compile.passes.attention import scores
 from lz_compile.passes.attention.operand import is_weight
+from lz_compile.passes.attention.scores import Scores
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.distances import is_distance
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError
+from lz_compile.passes.graph.refusal import OUT_OF_PLACE, NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import EMITTED, Call, is_floating, known_tensor, tensor_of, where_of
 from lz_compile.passes.graph.walks import reached
-from lz_compile.passes.rewriting.driver import refusal_of
+from lz_compile.passes.rewriting.match import refusal_of
 
-#: What to do about a value that was overwritten before it is read.
-OUT_OF_PLACE = "use the out-of-place form of that operation"
 _NORMALISED = frozenset({"softmax", "log_softmax"})
 _EXPONENTIALS = frozenset({"exp", "exp2"})
 _SUMS = frozenset({"sum", "logsumexp"})
@@ -96,10 +97,10 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
     )
     if inner is not None:
         if any(is_weight(factor.node) for factor in (inner.query, inner.key)):
-            is_mixed = after is not None and _holds(mixed_heads.mixed_scores, region, inner, keys)
-            return mixed_heads.refusal("scores") if is_mixed else None
-        if after is not None and _holds(mixed_heads.mixes_probabilities, region, after[-1], call.node):
-            return mixed_heads.refusal("probabilities")
+            is_mixed = after is not None and _holds(mixed_scores, region, inner, keys)
+            return mixed_refusal("scores") if is_mixed else None
+        if after is not None and _holds(mixes_probabilities, region, after[-1], call.node):
+            return mixed_refusal("probabilities")
         if after is not None:
             return _through(effects, "probabilities", after[1:])
         is_picked = (
@@ -212,8 +213,8 @@ def _is_whole(node: fx.Node, scores: fx.Node) -> bool:
 def _through(effects: Effects, what: str, path: list[fx.Node]) -> tuple[Reason, str]:
     """What the scores, or the probabilities, pass through between their products."""
     calls = [effects.calls[node] for node in path[:-1]]
-    if any(call is not None and mixed_heads.is_pointwise_convolution(call) for call in calls):
-        return mixed_heads.refusal(what)
+    if any(call is not None and is_pointwise_convolution(call) for call in calls):
+        return mixed_refusal(what)
     names = [c.name for c in calls if c is not None and not is_pointwise(c) and not layout.rearranges(c)]
     names = names or [c.name for c in calls if c is not None and not layout.rearranges(c)]
     between = ", ".join(dict.fromkeys(names)) or "a layout"
@@ -285,3 +286,48 @@ def _is_pooled(region: Region, node: fx.Node) -> bool:
     call = region.effects.calls.get(node)
     dims = None if call is None or call.name != "mean" else call.get("dim")
     return call is not None and ("avg_pool" in call.name or (isinstance(dims, (tuple, list)) and len(dims) > 1))
+
+
+_EDIT = "mix the heads of the output instead; as it is, no kernel can do better than Inductor's own code"
+_CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
+
+
+def mixed_refusal(what: str) -> tuple[Reason, str]:
+    """Why ``what`` ("scores" or "probabilities") of an attention is none of a kernel's, and what to do about it."""
+    place = "before the softmax" if what == "scores" else "before they meet the values"
+    return Reason("HEADS_MIXED", f"the {what} of different heads are mixed by weights {place}"), _EDIT
+
+
+def is_pointwise_convolution(call: Call) -> bool:
+    """Whether a call is a convolution over single elements, which mixes channels: of scores, those are the heads."""
+    weight = tensor_of(call.arguments.get("weight", call.arguments.get("#1")))
+    return call.name in _CONVOLUTIONS and weight is not None and all(size == 1 for size in shape_of(weight)[2:])
+
+
+def mixed_scores(region: Region, found: Scores, keys: tuple[Axis, ...]) -> bool:
+    """Whether what looks like a product of queries and keys mixes the scores of heads, which are such a product."""
+    if not is_weight(found.query.node):
+        return False
+    expression = region.express(found.key.node, found.key.dims, found.leaf.node)
+    inner = scores.read(region, expression, keys)
+    if inner is None or is_weight(inner.query.node) or is_weight(inner.key.node):
+        return False
+    return set(atoms(found.summed)) <= set(axes_of(inner.query.dims)) & set(axes_of(inner.key.dims))
+
+
+def mixes_probabilities(region: Region, product: fx.Node, softmax: fx.Node) -> bool:
+    """Whether a product of weights and what came from ``softmax`` leaves the axis that the softmax runs over as it is."""
+    call, tensor = region.effects.calls[product], tensor_of(product)
+    outer = None if call is None or tensor is None else contraction.read(region, call, fresh(shape_of(tensor)))
+    normalised = region.effects.calls[softmax]
+    dim = None if normalised is None else normalised.get("dim")
+    if outer is None or dim is None:
+        return False
+    for weight, other in ((outer.left, outer.right), (outer.right, outer.left)):
+        if not is_weight(weight.node):
+            continue
+        symbols = region.express(other.node, other.dims, product).free_symbols
+        for leaf in (region.leaves[symbol] for symbol in symbols if symbol in region.leaves):
+            if leaf.node is softmax:
+                return not set(atoms(leaf.dims[dim])) & set(atoms(outer.summed))
+    return False

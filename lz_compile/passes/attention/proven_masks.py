@@ -22,11 +22,10 @@ from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import CAUSAL, Band, Reach
 from lz_compile.passes.attention.emitter import AttentionEmitter
 from lz_compile.passes.attention.scores import MASKING_FILL
-from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks import finite as masks_finite
-from lz_compile.passes.masks.implied import Implied
-from lz_compile.passes.masks.meaning import Axes, Documents, Meaning, Meanings, Slopes
+from lz_compile.passes.masks.meaning import Axes, Documents, Implied, Meaning, Meanings, Slopes
 from lz_compile.passes.rewriting.builder import Builder
 
 #: An additive fill up to this swallows every score in float32 and bfloat16: a row of it is the mean of the values.

@@ -11,8 +11,7 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import probabilities, scores
 from lz_compile.passes.attention.gathered import matched
-from lz_compile.passes.attention.mixed_heads import mixed_scores
-from lz_compile.passes.attention.near_misses import has_scores
+from lz_compile.passes.attention.near_misses import has_scores, mixed_scores
 from lz_compile.passes.attention.operand import is_weight
 from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.attention.roles import assign_roles

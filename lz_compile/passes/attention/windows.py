@@ -106,8 +106,8 @@ class WindowEmitter(AttentionEmitter):
         moved = F.pad(value, (start, keys + 1 - places - start)).flatten(-2)[..., : queries * keys]
         return moved.unflatten(-1, (queries, keys))[..., first : -last or None]
 
-    def _facts(self, enabled: bool) -> AttentionFacts:
-        return replace(super()._facts(enabled), key_len=self.lengths()[1])
+    def _facts(self, core: Core) -> AttentionFacts:
+        return replace(super()._facts(core), key_len=self.lengths()[1])
 
     def _inputs(self, biases: Collection[fx.Node]) -> dict[fx.Node, Input]:
         windows = {
@@ -146,7 +146,7 @@ def _joined(
     is_alike = (start, keys.along.size) == (values.start, values.along.size)
     if not is_alike or not slack.is_Integer or not isinstance(places.size, int):
         return None
-    told = _flags(emitter)
+    told = emitter.flags
     ends = masks.seen([(node, *each) for node, each in told.items()], query, places, keys)
     if ends is None or not _leave_a_key(ends, start, int(slack), query.size, places.size):
         ends, told = (0, 0), {}
@@ -187,16 +187,6 @@ def _leave_a_key(ends: tuple[int, int], start: int, slack: int, queries: Size, p
 
 def _renamed(dims: Dims, old: Axis, new: Axis) -> Dims:
     return tuple(tuple(new if axis is old else axis for axis in dim) for dim in dims)
-
-
-def _flags(emitter: AttentionEmitter) -> dict[fx.Node, tuple[Dims, bool]]:
-    """The masks, and whether True keeps."""
-    found = {}
-    for factor in sympy.Mul.make_args(emitter.keep):
-        for symbol in factor.free_symbols:
-            leaf = emitter.region.leaves[symbol]
-            found[leaf.node] = (leaf.dims, factor == symbol)
-    return found
 
 
 def _roles(given: Roles, query: Axis, keys: Axis) -> Roles:

@@ -20,11 +20,10 @@ from lz_compile.passes.blend.gate import is_zero
 from lz_compile.passes.formula.activations import AT_LEAST, AT_MOST, BENDS
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims, LayoutError, broadcast_from, fresh
-from lz_compile.passes.formula.calls import constant_value
-from lz_compile.passes.formula.expressions import number
+from lz_compile.passes.formula.expressions import constant_value, number
 from lz_compile.passes.formula.pointwise import Rule
 from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 Interval: TypeAlias = tuple[float, float]

@@ -15,16 +15,15 @@ from lz_compile.passes.blend.gate import Gate, Logits
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, broadcast_from, resolve
-from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.layout import stride_order
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import Call, called, known_tensor, tensor_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
-from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
-from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
+from lz_compile.passes.rewriting.match import Cell, Found, Input, Match, Site, TableEmitter, Trial
 
 Run = tuple[Axis, ...]
 

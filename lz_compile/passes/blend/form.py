@@ -18,11 +18,10 @@ from lz_compile.passes.blend.terms import ANCHORS, CASTS, NEAR, Sums, Terms, int
 from lz_compile.passes.formula import moves
 from lz_compile.passes.formula.activations import is_read
 from lz_compile.passes.formula.axes import fresh
-from lz_compile.passes.formula.calls import constant_value, is_cast, is_constant
-from lz_compile.passes.formula.expressions import specialised
+from lz_compile.passes.formula.expressions import constant_value, is_cast, is_constant, specialised
 from lz_compile.passes.formula.indices import Indices
+from lz_compile.passes.formula.pieces import SPLITS
 from lz_compile.passes.formula.projections import rearranges
-from lz_compile.passes.formula.subscripts import SPLITS
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import EMITTED, Call, known_tensor, tensor_of, value_of

@@ -20,7 +20,7 @@ from lz_compile.passes.formula.axes import Dims, fresh
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of
 from lz_compile.passes.graph.walks import reached
-from lz_compile.passes.proof.verdict_keys import described
+from lz_compile.passes.proof.validate import described
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, sizes_for
 from lz_compile.passes.sampling.stores import is_ordering, ordered_dim
 

@@ -20,8 +20,7 @@ from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh, resolve
 from lz_compile.passes.formula.expressions import reduce_indicators
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.rewriting.core import Core, find_core, is_dead

@@ -18,14 +18,13 @@ from lz_compile.passes.blend.ranks import Ranks, has_ranks
 from lz_compile.passes.blend.reading import read_blend, read_margin
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import LayoutError
-from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import tensor_of, where_of
 from lz_compile.passes.graph.walks import reached
-from lz_compile.passes.rewriting.driver import Driver, Outcome
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 
 OP = "blend"
 #: The last operation of a margin.

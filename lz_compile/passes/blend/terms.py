@@ -16,11 +16,10 @@ from lz_compile.passes.blend.bounds import BOUNDING, Affine, Bound, Interval, Li
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.activations import is_read
 from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC, Arithmetic
-from lz_compile.passes.formula.calls import constant_value, is_cast
-from lz_compile.passes.formula.expressions import specialised
+from lz_compile.passes.formula.expressions import constant_value, is_cast, specialised
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import EMITTED, Call, is_boolean, tensor_of, value_of
+from lz_compile.passes.graph.view import EMITTED, Call, is_boolean, is_integer, tensor_of, value_of
 from lz_compile.passes.graph.walks import reached
 
 #: The factors of a product, in the order of their names, as often as they occur.
@@ -354,11 +353,6 @@ _ARITHMETIC = RULES.keys() - {*_LOGIC, *BOUNDING, "where"}
 
 #: Calls that may give integers of what are none.
 CASTS = frozenset({"to", "type", "type_as", "long", "int", "short", "char", "byte", "_to_copy", "convert_element_type"})
-
-
-def is_integer(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds integers."""
-    return not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
 
 
 def integers_of(nodes: Iterable[fx.Node]) -> frozenset[torch.dtype]:

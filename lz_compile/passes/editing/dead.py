@@ -14,8 +14,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.calls import is_constant
-from lz_compile.passes.formula.expressions import specialised
+from lz_compile.passes.formula.expressions import is_constant, specialised
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.view import Call, read
 

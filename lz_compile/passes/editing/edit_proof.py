@@ -19,9 +19,8 @@ from lz_compile.ground import machine
 from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.store import Store
 from lz_compile.lowering import frames
-from lz_compile.passes.editing.comparison import comparable, differences, exact, of_sums
+from lz_compile.passes.editing.comparison import WrittenBehind, comparable, differences, exact, of_sums, written
 from lz_compile.passes.editing.dead import is_torchs
-from lz_compile.passes.editing.shared_memory import WrittenBehind, written
 from lz_compile.passes.editing.stretch import Stretch, edited_stretch, operands_of
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.gradients import differentiated
@@ -138,7 +137,7 @@ class _Trial:
         self.is_special = False
         #: What integers are less than: where one is no index, zero is.
         self._below = 2
-        self._scale: Callable[[int], float] = _as_drawn
+        self._scale: Callable[[int], float] = lambda _count: 1.0
         #: The places of values, what is seen behind them, that nobody differentiates.
         self._without: frozenset[int] = frozenset()
         examples = [was.meta.get("example_value") for was in stretch.before]
@@ -157,9 +156,10 @@ class _Trial:
         if not any(was.target is SCAN for was in self._stretch.before):
             return False
         one = self._run(0, positive=False, doubled=True, without=self._without)
-        self._scale = _nudged
+        self._scale = lambda _count: 1.0 + 2.0**-50
         other = self._run(0, positive=False, doubled=True, without=self._without)
-        self._scale = _small
+        # of so many numbers that a square matrix of them lengthens no vector
+        self._scale = lambda count: 0.5 / math.sqrt(math.sqrt(count))
         if isinstance(one, Exception) or isinstance(other, Exception):
             return False
         return any(differences(self._stretch, one, other, exact))
@@ -222,19 +222,6 @@ class _Trial:
                 )
         except Exception as error:  # noqa: BLE001 what a run raises is its result; the caller tells
             return error
-
-
-def _as_drawn(_count: int) -> float:
-    return 1.0
-
-
-def _nudged(_count: int) -> float:
-    return 1.0 + 2.0**-50
-
-
-def _small(count: int) -> float:
-    """Of so many numbers that a square matrix of them lengthens no vector."""
-    return 0.5 / math.sqrt(math.sqrt(count))
 
 
 def _edge(stretch: Stretch) -> list[fx.Node]:

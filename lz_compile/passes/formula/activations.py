@@ -20,8 +20,7 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.lowering.ops.mlp import ACTIVATIONS
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims
-from lz_compile.passes.formula.calls import is_cast
-from lz_compile.passes.formula.expressions import number
+from lz_compile.passes.formula.expressions import is_cast, number
 from lz_compile.passes.formula.pointwise import Rule, applied, is_pointwise
 from lz_compile.passes.graph.view import Call, tensor_of
 

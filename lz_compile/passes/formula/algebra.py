@@ -24,10 +24,13 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, distances, layout
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, broadcast_from, resolve
-from lz_compile.passes.formula.calls import constant_value, is_cast, is_constant, narrows
 from lz_compile.passes.formula.expressions import (
     FLOORED,
+    constant_value,
+    is_cast,
+    is_constant,
     is_indicator,
+    narrows,
     number,
     overflowed,
     reduce_indicators,

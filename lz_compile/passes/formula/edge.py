@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.calls import is_cast, is_constant
+from lz_compile.passes.formula.expressions import is_cast, is_constant
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of

@@ -230,10 +230,6 @@ def halves(expression: sympy.Expr) -> sympy.Expr:
 Reduction: TypeAlias = Callable[[Moments, Call, Dims], sympy.Expr]
 
 
-def _mean(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
-    return moments.mean_of(moments.inner(call, dims)[0], call.node)
-
-
 def _sum(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
     expression, count = moments.inner(call, dims)
     return count * moments.mean_of(expression, call.node)
@@ -248,10 +244,6 @@ def _var(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
     return (square - mean**2) * (count / (count - correction) if correction else 1)
 
 
-def _std(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
-    return sympy.sqrt(_var(moments, call, dims))
-
-
 def _norm(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
     order = call.get("p", call.get("ord"))
     if order not in (None, 2, 2.0, "fro"):
@@ -261,10 +253,10 @@ def _norm(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
 
 
 _REDUCTIONS: Mapping[str, Reduction] = {
-    "mean": _mean,
+    "mean": lambda moments, call, dims: moments.mean_of(moments.inner(call, dims)[0], call.node),
     "sum": _sum,
     "var": _var,
-    "std": _std,
+    "std": lambda moments, call, dims: sympy.sqrt(_var(moments, call, dims)),
     **dict.fromkeys(("norm", "vector_norm", "linalg_vector_norm", "linalg_norm"), _norm),
 }
 #: Calls by which a reading may begin: statistics, and calls that normalise by themselves.

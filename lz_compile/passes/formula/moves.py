@@ -8,11 +8,10 @@ from dataclasses import replace
 
 from lz_compile.ground.sizes import Size, as_size, product, shape_of
 from lz_compile.passes.formula.axes import Axis, Dims, regroup
-from lz_compile.passes.formula.pieces import Piece, Rule, Space, first_of, named_dim, only, placed_at, wrapped
+from lz_compile.passes.formula.pieces import Piece, Rule, Space, first_of, getitem, named_dim, only, placed_at, wrapped
 from lz_compile.passes.formula.polynomial import ONE, ZERO, Polynomial, lower, number
 from lz_compile.passes.formula.predicates import FALSE, TRUE, Predicate, at_least, both
 from lz_compile.passes.formula.strides import order_in_memory
-from lz_compile.passes.formula.subscripts import getitem
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 # ---- selections ---------------------------------------------------------------------------------------------------

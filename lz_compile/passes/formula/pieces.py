@@ -1,7 +1,7 @@
 """What an operation that moves elements shows at an index: pieces, of which the first whose condition holds is the value.
 
 A rule asks a :class:`Space` what positions are. What becomes of its pieces is the reader's business: a choice by conditions,
-or the only piece that can be.
+or the only piece that can be. Subscripts, and parts of calls that return several tensors, have their rules here.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import fx
 
-from lz_compile.ground.sizes import Size, as_size
-from lz_compile.passes.formula.axes import Axis, Dims
-from lz_compile.passes.formula.polynomial import ZERO, Polynomial, lower
+from lz_compile.ground.sizes import Size, as_size, product, shape_of
+from lz_compile.passes.formula.axes import Axis, Dims, broadcast_from
+from lz_compile.passes.formula.polynomial import ZERO, Polynomial, lower, number
 from lz_compile.passes.formula.predicates import TRUE, Predicate
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 
 class Space(Protocol):
@@ -95,3 +96,138 @@ def named_dim(call: Call, position: str, default: Any = None) -> tuple[int, Size
     if not isinstance(dim, int) or source is None or not source.dim():
         return None
     return dim % source.dim(), as_size(source.shape[dim])
+
+
+#: Calls that return several tensors, parts of the input.
+SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes"})
+_FLAGS = (torch.bool, torch.uint8)
+
+
+# ---- subscripts ---------------------------------------------------------------------------------------------------
+
+
+def getitem(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
+    """``x[...]`` of a tensor, or one of several tensors."""
+    if tensor_of(call.input) is None:
+        return _part(space, call, dims)
+    index = call.arguments.get("#1")
+    shape = shape_of(known_tensor(call.input))
+    items = _spelled_out(list(index) if isinstance(index, tuple) else [index], len(shape))
+    return None if items is None else only(call, _Subscript(space, call, shape, items).source(dims))
+
+
+def _spelled_out(items: list[Any], rank: int) -> list[Any] | None:
+    """The items with the ellipsis and the dimensions that are not named as whole slices."""
+    plain = [item for item in items if not isinstance(item, fx.Node)]
+    if any(isinstance(item, bool) for item in plain) or plain.count(Ellipsis) > 1:
+        return None
+    named = sum(1 for item in items if isinstance(item, fx.Node) or (item is not None and item is not Ellipsis))
+    whole = [slice(None)] * (rank - named)
+    at = next((i for i, item in enumerate(items) if item is Ellipsis), None)
+    return [*items, *whole] if at is None else [*items[:at], *whole, *items[at + 1 :]]
+
+
+class _Subscript:
+    """One subscript: where each dimension of the input is read, for an index of the result."""
+
+    def __init__(self, space: Space, call: Call, shape: Sequence[Size], items: list[Any]) -> None:
+        self.space, self.call, self.shape, self.items = space, call, shape, items
+        self.tensors = [i for i, item in enumerate(items) if tensor_of(item) is not None]
+
+    def source(self, dims: Dims) -> Dims | None:
+        """The dims of the input, None where the subscript is not understood."""
+        spread = self._spread_rank()
+        if spread is None:
+            return None
+        start = self._spread_start()
+        gathered, rest = dims[start : start + spread], [*dims[:start], *dims[start + spread :]]
+        found: list[Any] = []
+        for position, item in enumerate(self.items):
+            if item is None:
+                if not rest or rest.pop(0):
+                    return None
+                continue
+            size = self.shape[len(found)]
+            place: Polynomial | tuple[Axis, ...] | None
+            if position in self.tensors:
+                tensor = known_tensor(item)
+                place = self.space.index_at(item, broadcast_from(gathered, shape_of(tensor)), self.call.node)
+            elif isinstance(item, slice):
+                if not rest:
+                    return None
+                place = _sliced(self.space, item, size, rest.pop(0))
+            else:
+                place = wrapped(self.space, self.space.integer(item), size)
+            if place is None:
+                return None
+            found.append(place if isinstance(place, tuple) else self.space.dim_at(place, size))
+        return None if rest or len(found) != len(self.shape) else tuple(found)
+
+    def _spread_rank(self) -> int | None:
+        """How many dimensions the index tensors give together."""
+        tensors = [tensor_of(self.items[position]) for position in self.tensors]
+        if any(each is None or each.is_floating_point() or each.dtype in _FLAGS for each in tensors):
+            return None
+        ranks = {each.dim() for each in tensors if each is not None}
+        return None if 0 in ranks and len(ranks) > 1 else max(ranks, default=0)
+
+    def _spread_start(self) -> int:
+        """Where these dimensions are in the result: in place of index tensors that are neighbours, else first."""
+        if not self.tensors:
+            return 0
+        kept = [i for i, item in enumerate(self.items) if not _is_number(item)]
+        places = [kept.index(position) for position in self.tensors]
+        return places[0] if places == list(range(places[0], places[0] + len(places))) else 0
+
+
+def _is_number(item: Any) -> bool:
+    return item is not None and not isinstance(item, slice) and tensor_of(item) is None
+
+
+def _sliced(space: Space, item: slice, size: Size, dim: tuple[Axis, ...]) -> Polynomial | tuple[Axis, ...] | None:
+    step = 1 if item.step is None else item.step
+    start = first_of(space, item.start, size)
+    if start is None or not isinstance(step, int):
+        return None
+    is_whole = start == ZERO and step == 1 and product(axis.size for axis in dim) == size
+    return dim if is_whole else start + space.place(dim).scaled(step)
+
+
+# ---- one of several tensors ---------------------------------------------------------------------------------------
+
+
+def _part(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
+    """One of the tensors that a call returns."""
+    parent, which = space.effects.calls.get(call.input), call.arguments.get("#1")
+    if parent is None or not isinstance(which, int):
+        return None
+    if parent.name == "meshgrid":
+        return _mesh(parent, dims, which)
+    if parent.name == "broadcast_tensors":
+        tensor = parent.node.args[which]
+        known = tensor_of(tensor)
+        return None if known is None else [Piece(tensor, broadcast_from(dims, shape_of(known)), parent.node)]
+    return _piece(space, call, parent, dims, which) if parent.name in SPLITS else None
+
+
+def _piece(space: Space, call: Call, parent: Call, dims: Dims, which: int) -> Sequence[Piece] | None:
+    pieces = call.input.meta.get("example_value")
+    named = named_dim(parent, "#1" if parent.name == "unbind" else "#2", 0)
+    if not isinstance(pieces, (tuple, list)) or named is None:
+        return None
+    dim, which = named[0], which % len(pieces)
+    if parent.name == "unbind":
+        return only(parent, placed_at(space, parent, dims, dim, number(which)))
+    start = ZERO
+    for piece in pieces[:which]:
+        start = start + space.size(as_size(piece.shape[dim]))
+    return only(parent, placed_at(space, parent, dims, dim, start + space.place(dims[dim])))
+
+
+def _mesh(parent: Call, dims: Dims, which: int) -> Sequence[Piece] | None:
+    tensors = parent.node.args[0] if isinstance(parent.node.args[0], (tuple, list)) else parent.node.args
+    order = [*range(len(tensors))]
+    if parent.get("indexing", "ij") == "xy" and len(order) > 1:
+        order[:2] = [1, 0]
+    tensor = tensors[which]
+    return None if tensor_of(tensor) is None else [Piece(tensor, (dims[order[which]],), parent.node)]

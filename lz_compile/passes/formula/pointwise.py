@@ -11,8 +11,16 @@ from torch import fx
 
 from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC
 from lz_compile.passes.formula.axes import Dims
-from lz_compile.passes.formula.calls import CASTS, constant_value
-from lz_compile.passes.formula.expressions import DROPOUT, FLOORED, NAN_TO_NUM, is_indicator, plain_number, specialised
+from lz_compile.passes.formula.expressions import (
+    CASTS,
+    DROPOUT,
+    FLOORED,
+    NAN_TO_NUM,
+    constant_value,
+    is_indicator,
+    plain_number,
+    specialised,
+)
 from lz_compile.passes.graph.view import Call, is_boolean, is_floating
 
 if TYPE_CHECKING:
@@ -62,25 +70,21 @@ def _div(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     return region.operand(call, "input", dims) / region.operand(call, "other", dims)
 
 
-def _select(region: Region, condition: sympy.Expr, chosen: sympy.Expr, otherwise: sympy.Expr) -> sympy.Expr | None:
-    if not is_indicator(condition):
-        return None
-    leaves = [region.leaves.get(symbol) for part in (chosen, otherwise) for symbol in part.free_symbols]
-    if any(leaf is not None and leaf.contraction is not None for leaf in leaves):
-        region.selecting |= condition.free_symbols
-    return CHOICES["where"].of(condition, chosen, otherwise)
+def _choice(*names: str) -> Rule:
+    """A choice by a condition between two values, by the names of the three."""
 
+    def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+        if any(call.get(name) is None for name in names):
+            return None
+        condition, chosen, otherwise = (region.operand(call, name, dims) for name in names)
+        if not is_indicator(condition):
+            return None
+        leaves = [region.leaves.get(symbol) for part in (chosen, otherwise) for symbol in part.free_symbols]
+        if any(leaf is not None and leaf.contraction is not None for leaf in leaves):
+            region.selecting |= condition.free_symbols
+        return CHOICES["where"].of(condition, chosen, otherwise)
 
-def _where(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-    if call.get("input") is None or call.get("other") is None:
-        return None
-    parts = (region.operand(call, name, dims) for name in ("condition", "input", "other"))
-    return _select(region, *parts)
-
-
-def _masked_fill(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-    mask, value, kept = (region.operand(call, name, dims) for name in ("mask", "value", "input"))
-    return _select(region, mask, value, kept)
+    return rule
 
 
 def _dropout(region: Region, call: Call, dims: Dims) -> sympy.Expr:
@@ -136,8 +140,8 @@ POINTWISE: Mapping[str, Rule] = {
     "exp2": applied(lambda a: sympy.exp(a * math.log(2.0))),
     "log": applied(sympy.log),
     "tanh": applied(sympy.tanh),
-    "where": _where,
-    "masked_fill": _masked_fill,
+    "where": _choice("condition", "input", "other"),
+    "masked_fill": _choice("mask", "value", "input"),
     "nan_to_num": _nan_to_num,
     "dropout": _dropout,
     "max": _floored("dim"),

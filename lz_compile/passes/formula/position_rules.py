@@ -1,24 +1,58 @@
-"""Operations on positions, read at an index: ranges, triangles, running sums and differences."""
+"""Operations on positions and sums of products, read at an index: ranges, triangles, running sums, contractions, means."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from lz_compile.ground.sizes import as_size
-from lz_compile.passes.formula.axes import Axis, Dims
-from lz_compile.passes.formula.operands import merged, numeric, operand
-from lz_compile.passes.formula.piecewise import Piecewise, Value, everywhere, selection
-from lz_compile.passes.formula.polynomial import ONE, ZERO, Polynomial
-from lz_compile.passes.formula.predicates import at_least, both, zero
+from lz_compile.ground.sizes import as_size, shape_of
+from lz_compile.passes.formula import contraction, piecewise
+from lz_compile.passes.formula.axes import Axis, Dims, broadcast_from
+from lz_compile.passes.formula.piecewise import Piecewise, Value, compared, everywhere, indicator, selection
+from lz_compile.passes.formula.polynomial import ONE, ZERO, Polynomial, number
+from lz_compile.passes.formula.predicates import Predicate, at_least, both, choice, negation, zero
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 if TYPE_CHECKING:
     from lz_compile.passes.formula.reader import Reader
 
+
+#: What an operation computes at an index, or None where it is not said.
 Rule: TypeAlias = "Callable[[Reader, Call, Dims], Value | None]"
+
+
+def operand(reader: Reader, call: Call, value: Any, dims: Dims) -> Value | None:
+    """A (broadcast) argument of a pointwise call."""
+    tensor = tensor_of(value)
+    return reader.value(value, dims if tensor is None else broadcast_from(dims, shape_of(tensor)), call.node)
+
+
+def boolean(value: Value | None) -> Predicate | None:
+    """Whether a value is not zero."""
+    if not isinstance(value, Piecewise):
+        return value
+    opposite = compared(piecewise.equal, value, everywhere(ZERO))
+    return None if opposite is None else negation(opposite)
+
+
+def numeric(value: Value | None) -> Piecewise | None:
+    """A number, conditions as 0 and 1."""
+    return value if value is None or isinstance(value, Piecewise) else indicator(value)
+
+
+def merged(where: Predicate, chosen: Value | None, otherwise: Value | None) -> Value | None:
+    """One value where a condition holds, another one elsewhere."""
+    if chosen is None or otherwise is None:
+        return None
+    if not isinstance(chosen, Piecewise) and not isinstance(otherwise, Piecewise):
+        return choice(where, chosen, otherwise)
+    first, second = numeric(chosen), numeric(otherwise)
+    if first is None or second is None:
+        return None
+    return selection(where, first, second)
 
 
 def _triangle(*, is_upper: bool) -> Rule:
@@ -45,10 +79,6 @@ def _arange(reader: Reader, call: Call, dims: Dims) -> Value | None:
     if start is None or step is None or start.single is None or step.single is None:
         return None
     return everywhere(start.single + step.single * reader.place(dims[0]))
-
-
-def _eye(reader: Reader, _call: Call, dims: Dims) -> Value | None:
-    return zero(reader.place(dims[0]) - reader.place(dims[1]))
 
 
 def _cumsum(reader: Reader, call: Call, dims: Dims) -> Value | None:
@@ -95,11 +125,60 @@ def _diff(reader: Reader, call: Call, dims: Dims) -> Value | None:
     )
 
 
-RULES: Mapping[str, Rule] = {
+POSITIONS: Mapping[str, Rule] = {
     "tril": _triangle(is_upper=False),
     "triu": _triangle(is_upper=True),
     "arange": _arange,
-    "eye": _eye,
+    "eye": lambda reader, _call, dims: zero(reader.place(dims[0]) - reader.place(dims[1])),
     "cumsum": _cumsum,
     "diff": _diff,
+}
+
+
+def _product(reader: Reader, call: Call, dims: Dims) -> Value | None:
+    """A product of tensors, summed over the axes that the result lacks, and what is added to it."""
+    found = contraction.factors(call, dims)
+    if found is None or any(reader.scalar(call.get(name, 1)) != everywhere(ONE) for name in ("alpha", "beta")):
+        return None
+    reader.give((found.summed,))
+    value = everywhere(ONE)
+    for node, own in found.factors:
+        factor = numeric(reader.read(node, own, call.node))
+        if factor is None:
+            return None
+        value = value * factor
+    total = reader.total(value, found.summed)
+    added = None if found.addend is None else numeric(reader.read(*found.addend, call.node))
+    return total if total is None or added is None else total + added
+
+
+def _reduced(*, is_mean: bool) -> Rule:
+    def rule(reader: Reader, call: Call, dims: Dims) -> Value | None:
+        found = contraction.reduction_dims(call, dims)
+        if found is None or (call.get("dtype") is not None and not is_mean):
+            return None
+        source, new = found
+        reader.give((new,))
+        summand = numeric(reader.read(call.input, source, call.node))
+        total = None if summand is None else reader.total(summand, new)
+        count = reader.count(new).constant if is_mean else 1
+        return None if total is None or not count else total * everywhere(number(1 / Fraction(count)))
+
+    return rule
+
+
+def _outer(reader: Reader, call: Call, dims: Dims) -> Value | None:
+    one, two = call.input, call.get("vec2", call.get("other", call.arguments.get("#1")))
+    if tensor_of(one) is None or tensor_of(two) is None:
+        return None
+    factors = [numeric(reader.read(each, (dim,), call.node)) for each, dim in zip((one, two), dims, strict=True)]
+    first, second = factors
+    return None if first is None or second is None else first * second
+
+
+SUMS: Mapping[str, Rule] = {
+    **dict.fromkeys(contraction.PRODUCTS, _product),
+    "outer": _outer,
+    "sum": _reduced(is_mean=False),
+    "mean": _reduced(is_mean=True),
 }

@@ -16,9 +16,9 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.activations import bends, is_read
 from lz_compile.passes.formula.axes import LayoutError, fresh
-from lz_compile.passes.formula.calls import is_cast, is_constant
+from lz_compile.passes.formula.expressions import is_cast, is_constant
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import EMITTED, Call, tensor_of
+from lz_compile.passes.graph.view import EMITTED, Call, tensor_of, tensor_operands
 from lz_compile.passes.graph.walks import reached
 
 #: Products that are projections; the last ones with weights of several experts, or over neighbours.
@@ -74,7 +74,7 @@ class Supports:
         if is_constant(call):
             return Support()
         if EMITTED not in node.meta and (is_read(call) or rearranges(call)):
-            inner = [self._of_operand(each, node) for each in _operands(node)]
+            inner = [self._of_operand(each, node) for each in tensor_operands(node)]
             rows = frozenset[fx.Node]().union(*(each.rows for each in inner))
             given = frozenset[fx.Node]().union(*(each.given for each in inner))
             size = 1 + sum(each.size for each in inner)
@@ -91,7 +91,7 @@ class Supports:
             if call is not None and (rearranges(call) or is_cast(call)):
                 users += user.users
             elif call is not None and call.name in ("mul", "addcmul"):
-                rows = [self._of_operand(each, user).rows for each in _operands(user)]
+                rows = [self._of_operand(each, user).rows for each in tensor_operands(user)]
                 if any(each and not each <= own for each in rows):
                     return True
         return False
@@ -126,10 +126,6 @@ def rearranges(call: Call) -> bool:
         return layout.read_input_dims(call, fresh(shape_of(tensor))) is not None
     except (LayoutError, IndexError):
         return False
-
-
-def _operands(node: fx.Node) -> list[fx.Node]:
-    return [each for each in node.all_input_nodes if tensor_of(each) is not None]
 
 
 def projection(effects: Effects, node: fx.Node, products: frozenset[str] = PRODUCTS) -> fx.Node | None:

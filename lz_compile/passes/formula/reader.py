@@ -16,12 +16,11 @@ from torch import fx
 from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.formula import layout, value_rules
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, regroup, resolve
-from lz_compile.passes.formula.calls import constant_value
-from lz_compile.passes.formula.expressions import specialised
+from lz_compile.passes.formula.expressions import constant_value, specialised
 from lz_compile.passes.formula.indices import Indices
-from lz_compile.passes.formula.operands import boolean, numeric
 from lz_compile.passes.formula.piecewise import Piecewise, Value, everywhere, held, plain, weight_of
 from lz_compile.passes.formula.polynomial import ONE, Polynomial, Variable, lower, variable
+from lz_compile.passes.formula.position_rules import boolean, numeric
 from lz_compile.passes.formula.predicates import Given
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, value_of

@@ -11,7 +11,7 @@ from torch import fx
 from lz_compile.ground.sizes import Size, as_size, product
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.pointwise import is_pointwise
-from lz_compile.passes.graph.view import hint_of, read
+from lz_compile.passes.graph.view import read
 from lz_compile.passes.graph.walks import reached
 
 #: Calls to which strides matter exactly; to pointwise ones, only their order does.
@@ -57,14 +57,10 @@ def that_count(strides: Sequence[Any], tensor: torch.Tensor) -> tuple[Any, ...]:
 def order_in_memory(tensor: torch.Tensor) -> list[int] | None:
     """Dimensions in the order that they have in memory; None where that is none, or has gaps."""
     strides, sizes = ([as_size(each) for each in of] for of in (tensor.stride(), tensor.shape))
-    order = sorted(range(tensor.dim()), key=lambda dim: -_number(tensor.stride()[dim]))
+    order, _ = layout.stride_order(strides)
     width: Size = 1
     for dim in reversed(order):
         if strides[dim] != width and sizes[dim] != 1:
             return None
         width = product((width, sizes[dim]))
     return order
-
-
-def _number(stride: Any) -> float:
-    return stride if isinstance(stride, int) else hint_of(stride)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula import calls, moves, piecewise, position_rules, sum_rules
+from lz_compile.passes.formula import expressions, moves, piecewise
 from lz_compile.passes.formula.arithmetic import ARITHMETIC
 from lz_compile.passes.formula.axes import Dims
-from lz_compile.passes.formula.operands import boolean, merged, numeric, operand
 from lz_compile.passes.formula.pieces import Piece
 from lz_compile.passes.formula.piecewise import (
     Number,
@@ -26,6 +25,7 @@ from lz_compile.passes.formula.piecewise import (
     selection,
 )
 from lz_compile.passes.formula.polynomial import ONE, Polynomial, number, quotient
+from lz_compile.passes.formula.position_rules import POSITIONS, SUMS, Rule, boolean, merged, numeric, operand
 from lz_compile.passes.formula.predicates import (
     FALSE,
     TRUE,
@@ -39,8 +39,6 @@ from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 if TYPE_CHECKING:
     from lz_compile.passes.formula.reader import Reader
-
-Rule: TypeAlias = "Callable[[Reader, Call, Dims], Value | None]"
 
 
 def read(reader: Reader, call: Call, dims: Dims) -> Value | None:
@@ -265,6 +263,22 @@ def _logical(function: Callable[..., Predicate], parts: list[Predicate | None]) 
     return function(*known) if len(known) == len(parts) else None
 
 
+def _selection(*names: str) -> Rule:
+    """A choice by a condition between two values, by the names of the three."""
+
+    def rule(reader: Reader, call: Call, dims: Dims) -> Value | None:
+        condition, *values = map(call.get, names)
+        if None in values:
+            return None
+        where = boolean(operand(reader, call, condition, dims))
+        if where is None:
+            return None
+        parts = [_as(operand(reader, call, each, dims), _dtype(call)) for each in values]
+        return parts[0 if where == TRUE else 1] if where in (TRUE, FALSE) else merged(where, *parts)
+
+    return rule
+
+
 def _logic(function: Callable[..., Predicate]) -> Rule:
     """Logic on booleans; on integers it is bitwise, and only named logical ones are read."""
 
@@ -275,31 +289,6 @@ def _logic(function: Callable[..., Predicate]) -> Rule:
         return _logical(function, _booleans(reader, call, dims, values))
 
     return rule
-
-
-def _exclusive(one: Predicate, two: Predicate) -> Predicate:
-    return choice(one, negation(two), two)
-
-
-def _where(reader: Reader, call: Call, dims: Dims) -> Value | None:
-    return _selected(reader, call, dims, call.get("condition"), call.get("input"), call.get("other"))
-
-
-def _masked_fill(reader: Reader, call: Call, dims: Dims) -> Value | None:
-    return _selected(reader, call, dims, call.get("mask"), call.get("value"), call.input)
-
-
-def _selected(reader: Reader, call: Call, dims: Dims, condition: Any, chosen: Any, otherwise: Any) -> Value | None:
-    if chosen is None or otherwise is None:
-        return None
-    where = boolean(operand(reader, call, condition, dims))
-    if where is None:
-        return None
-    dtype = _dtype(call)
-    parts = [_as(operand(reader, call, each, dims), dtype) for each in (chosen, otherwise)]
-    if where in (TRUE, FALSE):
-        return parts[0 if where == TRUE else 1]
-    return merged(where, *parts)
 
 
 def _isinf(reader: Reader, call: Call, dims: Dims) -> Value | None:
@@ -335,11 +324,11 @@ def _fill(reader: Reader, call: Call, dims: Dims) -> Value | None:
 
 
 #: What changes the dtype or the device only, integers included.
-CASTS = calls.CASTS | {"int", "long", "short", "byte", "char", "detach", "cuda", "cpu"}
+CASTS = expressions.CASTS | {"int", "long", "short", "byte", "char", "detach", "cuda", "cpu"}
 #: What each operation computes; those that move elements are in :data:`moves.RULES`.
 RULES: Mapping[str, Rule] = {
-    **position_rules.RULES,
-    **sum_rules.RULES,
+    **POSITIONS,
+    **SUMS,
     **{name: _computed(name) for name in ARITHMETIC},
     "mul": _mul,
     "div": _div,
@@ -358,9 +347,9 @@ RULES: Mapping[str, Rule] = {
     "not": _logic(negation),
     "and": _logic(both),
     "or": _logic(either),
-    **dict.fromkeys(("xor", "logical_xor", "bitwise_xor"), _logic(_exclusive)),
-    "where": _where,
-    "masked_fill": _masked_fill,
+    **dict.fromkeys(("xor", "logical_xor", "bitwise_xor"), _logic(lambda one, two: choice(one, negation(two), two))),
+    "where": _selection("condition", "input", "other"),
+    "masked_fill": _selection("mask", "value", "input"),
     **dict.fromkeys(("isinf", "isneginf", "isposinf"), _isinf),
     **dict.fromkeys(("fill", "zero"), _fill),
     **dict.fromkeys(CASTS, _cast),

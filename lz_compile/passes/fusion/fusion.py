@@ -24,14 +24,14 @@ from lz_compile.lowering import ops
 from lz_compile.lowering.fused import GIVEN, RESIDUAL, SIBLING, Fused
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
-from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.moments import CALLS, STATISTICS
 from lz_compile.passes.formula.parts import SPLITS
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.fusion.emitter import FusedEmitter, in_order, kind_of, operands_of, results_of
 from lz_compile.passes.fusion.sums import sum_before
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import is_symbolic, read, tensor_of
 from lz_compile.passes.proof.resize import representative_sizes, shape
 from lz_compile.passes.proof.subgraph import Sizes

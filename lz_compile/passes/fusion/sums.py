@@ -17,14 +17,13 @@ from lz_compile.lowering.fused import RESIDUAL
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of
-from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.fusion.emitter import operands_of
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.view import Call, tensor_of, where_of
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.emitter import TableEmitter
-from lz_compile.passes.rewriting.match import Found, Input, Match, Site
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, TableEmitter
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import Call, read, value_of
 from lz_compile.passes.graph.writes import is_seeded, writes
 

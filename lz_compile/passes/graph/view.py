@@ -268,6 +268,17 @@ def is_boolean(node: Any) -> bool:
     return tensor is not None and tensor.dtype == torch.bool
 
 
+def is_integer(tensor: torch.Tensor | None) -> bool:
+    """Whether a tensor holds integers that are no truth values."""
+    is_other = tensor is None or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+    return not is_other
+
+
+def tensor_operands(node: fx.Node) -> list[fx.Node]:
+    """What a node reads of tensors."""
+    return [each for each in node.all_input_nodes if tensor_of(each) is not None]
+
+
 _ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
 
 

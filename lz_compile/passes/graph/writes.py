@@ -51,7 +51,7 @@ def overwritten(call: Call) -> list[fx.Node]:
             targets.extend(given.get(each.name) for each in schema.arguments if each.is_write)
     if call.name in _UNSAID:
         targets.extend(_unsaid(call))
-    return list(dict.fromkeys(filter(_is_node, targets)))
+    return [each for each in dict.fromkeys(targets) if isinstance(each, fx.Node)]
 
 
 def writes(call: Call) -> bool:
@@ -62,10 +62,6 @@ def writes(call: Call) -> bool:
 def is_seeded(target: Any) -> bool:
     """Whether an operator, or any overload of it, says that it draws random numbers."""
     return any(torch.Tag.nondeterministic_seeded in overload.tags for overload in _overloads(target))
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, fx.Node)
 
 
 def _overloads(target: Any) -> list[Any]:

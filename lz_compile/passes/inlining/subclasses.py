@@ -18,7 +18,7 @@ from lz_compile.passes.editing.edit import MayEdit
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.subclasses import inner_tensors, is_subclass, rebuilt
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import tensor_of, tensor_operands
 
 
 def spell_out_subclasses(graph: fx.Graph, may_edit: MayEdit) -> int:
@@ -50,7 +50,7 @@ def _is_differentiated(node: fx.Node, ambient: Any) -> bool:
 
 def _replace(graph: fx.Graph, node: fx.Node) -> int:
     """One call by the operations that it consists of; 0 where it is traced to others than these."""
-    given = [each for each in node.all_input_nodes if tensor_of(each) is not None]
+    given = tensor_operands(node)
     inside = {each: list(inner_tensors(tensor_of(each))) for each in given}
     paths = [(each, path) for each in given for path, _ in inside[each]]
     values = [value for each in given for _, value in inside[each]]

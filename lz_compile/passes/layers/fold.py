@@ -7,6 +7,7 @@ layer are held against those of the region before anything is changed, so that n
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,9 +27,8 @@ from lz_compile.lowering.regions import INVOKE, NAME
 from lz_compile.passes.editing.edit import Rewrite, apply
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, ambient_of, grad_enabled
-from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.purity import refuse_impure
-from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import memories_of, origin_of, read, tensor_of, tensors_in, value_of, where_of
 from lz_compile.passes.layers.repeats import Inside, Layers, repeats
 from lz_compile.passes.loops.roll.search import Program, rebuilt
@@ -124,7 +124,9 @@ class _Looked:
 
     def _why_not_differentiated(self, layers: Layers) -> Reason | None:
         """Asked last: where nothing else speaks against it, a backward pass is tried, which takes seconds the first time."""
-        attached = next((each for node in layers.nodes for each in _tensors(node) if each.requires_grad), None)
+        attached = next(
+            (each for node in layers.nodes for each in tensors_in(value_of(node)) if each.requires_grad), None
+        )
         if attached is None or not torch.is_grad_enabled():
             return None
         operands = [node for each in layers.operands for node in each]
@@ -170,10 +172,6 @@ def _is_ordinary(ambient: Ambient) -> bool:
     return replace(ambient, grad=None) == Ambient() and grad_enabled(ambient) == torch.is_grad_enabled()
 
 
-def _tensors(node: fx.Node) -> list[torch.Tensor]:
-    return tensors_in(value_of(node))
-
-
 def _goes_by_gradients(node: fx.Node) -> bool:
     """Whether PyTorch flattens a batch before it multiplies only because the other factor requires a gradient.
 
@@ -190,7 +188,8 @@ def _goes_by_gradients(node: fx.Node) -> bool:
 def _fold(module: fx.GraphModule, layers: Layers, now: dict[fx.Node, fx.Node]) -> None:
     """Replace layers; ``now`` is what values of those before are by now, and gets those of these."""
     graph = module.graph
-    name = next(name for name in _names() if not hasattr(module, name))
+    names = (f"{NAME}_{number}" for number in itertools.count())
+    name = next(name for name in names if not hasattr(module, name))
     setattr(module, name, _region(module, layers))
     for layer in range(layers.count):
         replaced = {layers.node(layer, place): None for place in layers.outputs}
@@ -230,10 +229,6 @@ def _apart(graph: fx.Graph, operands: Sequence[fx.Node]) -> list[fx.Node]:
 def _outside(layers: Layers, layer: int) -> Callable[[fx.Node], bool]:
     own = {layers.node(layer, place) for place in range(layers.calls)}
     return lambda user: user not in own
-
-
-def _names() -> Iterator[str]:
-    yield from (f"{NAME}_{number}" for number in range(1_000_000))
 
 
 def _region(module: fx.GraphModule, layers: Layers) -> fx.GraphModule:

@@ -19,13 +19,12 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, fresh
-from lz_compile.passes.formula.calls import CASTS
-from lz_compile.passes.formula.expressions import plain_number
+from lz_compile.passes.formula.expressions import CASTS, plain_number
 from lz_compile.passes.formula.parts import FUNCTIONS, Parts
 from lz_compile.passes.formula.pointwise import POINTWISE, Rule
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
-from lz_compile.passes.linear.unpacked import bounds_of, is_whole
+from lz_compile.passes.graph.refusal import told
+from lz_compile.passes.graph.view import Call, is_integer, known_tensor, tensor_of
+from lz_compile.passes.linear.unpacked import bounds_of
 from lz_compile.passes.masks.constants import Constants
 
 
@@ -63,7 +62,7 @@ def _bounds(region: Region, x: sympy.Expr) -> tuple[float, float]:
         return _RANGES[type(x)]
     if x in region.leaves:
         tensor = tensor_of(region.leaves[x].node)
-        if tensor is None or not is_whole(tensor):
+        if tensor is None or not is_integer(tensor):
             return _NOTHING_KNOWN
         limits = torch.iinfo(tensor.dtype)
         known = bounds_of(region.effects, region.leaves[x].node)
@@ -83,7 +82,7 @@ def _bounds(region: Region, x: sympy.Expr) -> tuple[float, float]:
 def _held(region: Region, call: Call, found: sympy.Expr | None) -> sympy.Expr | None:
     """What was found, if the result's dtype holds it whatever the operands are."""
     result = tensor_of(call.node)
-    if found is None or result is None or not is_whole(result):
+    if found is None or result is None or not is_integer(result):
         return found
     limits, (low, high) = torch.iinfo(result.dtype), _bounds(region, found)
     return found if limits.min <= low and high <= limits.max else None
@@ -99,7 +98,7 @@ def _of_number(take: Callable[[sympy.Expr, float], sympy.Expr | None], name: str
 
     def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
         number, source = plain_number(call.get("other")), tensor_of(call.input)
-        if number is not None and source is not None and is_whole(source):
+        if number is not None and source is not None and is_integer(source):
             x = region.operand(call, "input", dims)
             low, high = _bounds(region, x)
             return take(x, number) if low >= 0 and high <= 255 else None
@@ -125,10 +124,6 @@ def _shifted(x: sympy.Expr, number: float) -> sympy.Expr | None:
 
 def _divided(x: sympy.Expr, number: float) -> sympy.Expr | None:
     return HIGH(x.args[0] if isinstance(x, _UPPER) else x) if number == 16 else None
-
-
-def _rest(x: sympy.Expr, number: float) -> sympy.Expr | None:
-    return LOW(x) if number == 16 else None
 
 
 def _division(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
@@ -181,7 +176,7 @@ class Indexed(Region):
     def _uncast(self, node: fx.Node, values: torch.Tensor, dim: tuple[Axis, ...]) -> fx.Node:
         """An index as it is before it is cast, as it may be for each that is gathered by it."""
         call = self.effects.calls[node]
-        while call is not None and call.name in INTEGER_CASTS and is_whole(tensor_of(call.input)):
+        while call is not None and call.name in INTEGER_CASTS and is_integer(tensor_of(call.input)):
             inner = self.seen_by(node, call.input)
             known = Constants(self.effects).value(inner, node)
             if isinstance(known, Reason) or not torch.equal(known.value.long(), values):  # it wraps around
@@ -263,7 +258,7 @@ def _looked_up(name: str) -> Rule:
 def _cast(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     """A cast between integers that holds all that there was."""
     source, result = tensor_of(call.input), tensor_of(call.node)
-    if source is None or result is None or not (is_whole(source) and is_whole(result)):
+    if source is None or result is None or not (is_integer(source) and is_integer(result)):
         return None
     return _held(region, call, region.operand(call, "input", dims))
 
@@ -275,7 +270,7 @@ BITS: Mapping[str, Rule] = {
     "and": _of_number(_and, "and"),
     **dict.fromkeys(("rshift", "bitwise_right_shift"), _of_number(_shifted)),
     **dict.fromkeys(("floordiv", "floor_divide"), _of_number(_divided)),
-    **dict.fromkeys(("mod", "remainder", "fmod"), _of_number(_rest)),
+    **dict.fromkeys(("mod", "remainder", "fmod"), _of_number(lambda x, number: LOW(x) if number == 16 else None)),
     "div": _division,
     **{name: _looked_up(name) for name in _TABLES},
 }

@@ -18,12 +18,11 @@ from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.formula.contraction import Factor
 from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.linear.bits import Indexed
-from lz_compile.passes.linear.forms import is_transposed
+from lz_compile.passes.linear.kept import is_transposed
 from lz_compile.passes.linear.reading import Weight
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
-from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
-from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
+from lz_compile.passes.rewriting.match import Cell, Found, Input, Match, Site, TableEmitter, Trial
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ class LinearEmitter(TableEmitter):
         return Operands(**given)
 
     def _formed(self, numbers: Any, order: Any) -> Any:
-        """The weight in the form that kernels get: see ``forms.py``."""
+        """The weight in the form that kernels get: see ``kept.py``."""
         weight, unpacked = self.weight, self.weight.unpacked
         if order is not None:
             numbers = numbers.index_select(1, order)

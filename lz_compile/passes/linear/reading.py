@@ -17,13 +17,12 @@ from torch import fx
 from lz_compile.lowering.ops.linear import FLOAT8, Packing
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of
-from lz_compile.passes.formula.calls import CASTS
 from lz_compile.passes.formula.contraction import PRODUCTS, Contraction, Factor
+from lz_compile.passes.formula.expressions import CASTS
 from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
 from lz_compile.passes.formula.places import Fixed, has_fixed_index, paired
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.subclasses import is_subclass
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.linear.bits import BITS, CODE, HIGH, LOW, Indexed, has_bits

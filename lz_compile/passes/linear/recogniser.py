@@ -23,13 +23,12 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.linear.emitter import LinearEmitter
-from lz_compile.passes.linear.forms import brought
+from lz_compile.passes.linear.kept import brought
 from lz_compile.passes.linear.reading import Weight, read_weight, storage_of
 from lz_compile.passes.linear.unpacked import numbers_of
 from lz_compile.passes.masks.constants import hold_the_same
 from lz_compile.passes.rewriting.core import Core, find_core
-from lz_compile.passes.rewriting.driver import Driver, Outcome
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 from lz_compile.passes.rewriting.twins import Twins
 
 OP = "linear"

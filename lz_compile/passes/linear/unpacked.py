@@ -17,12 +17,11 @@ from torch import fx
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering import frames
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.calls import CASTS, constant_value
 from lz_compile.passes.formula.contraction import PRODUCTS
-from lz_compile.passes.formula.expressions import plain_number
+from lz_compile.passes.formula.expressions import CASTS, constant_value, plain_number
 from lz_compile.passes.formula.parts import SPLITS
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, is_integer, tensor_of
 
 Bounds: TypeAlias = "tuple[int, int]"
 Rule: TypeAlias = "Callable[[Effects, Call], Bounds | None]"
@@ -41,12 +40,6 @@ class Unpacked:
     bounds: Bounds
 
 
-def is_whole(tensor: torch.Tensor | None) -> bool:
-    """Whether a tensor holds integers that are no truth values."""
-    is_other = tensor is None or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
-    return not is_other
-
-
 def numbers_of(effects: Effects, node: fx.Node) -> Unpacked | None:
     """The largest tensor of integers that a floating-point value is computed from.
 
@@ -56,7 +49,7 @@ def numbers_of(effects: Effects, node: fx.Node) -> Unpacked | None:
     while queue and len(seen) <= _MOST_CALLS:
         each = queue.pop()
         call, tensor = effects.calls[each], tensor_of(each)
-        if is_whole(tensor):
+        if is_integer(tensor):
             found.append(each)
         elif call is not None and call.name in PRODUCTS:
             return None
@@ -109,7 +102,7 @@ def _is_given(effects: Effects, node: fx.Node) -> bool:
     while queue and len(seen) <= _MOST_CALLS:
         each = queue.pop()
         tensor = tensor_of(each)
-        if tensor is not None and not is_whole(tensor) and tensor.dtype != torch.bool:
+        if tensor is not None and not is_integer(tensor) and tensor.dtype != torch.bool:
             return False
         queue += [operand for operand in each.all_input_nodes if operand not in seen]
         seen.update(each.all_input_nodes)
@@ -133,7 +126,7 @@ def bounds_of(effects: Effects, node: Any, reader: fx.Node | None = None) -> Bou
     if number is not None:
         return (int(number), int(number)) if isinstance(number, int) or number.is_integer() else None
     tensor = tensor_of(node)
-    if not isinstance(node, fx.Node) or tensor is None or not is_whole(tensor):
+    if not isinstance(node, fx.Node) or tensor is None or not is_integer(tensor):
         return None
     node = node if reader is None else effects.current(node, reader)
     is_other = effects.is_overwritten(node) if reader is None else effects.is_opaque(node, reader)

@@ -18,7 +18,7 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import frames
 from lz_compile.passes.graph.effects import Effects, Look
-from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import tensor_of, value_of
 from lz_compile.passes.proof.running import NotRunnableError, run
 

@@ -10,8 +10,7 @@ from torch import fx
 
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.calls import constant_value
-from lz_compile.passes.formula.expressions import INFINITY
+from lz_compile.passes.formula.expressions import INFINITY, constant_value
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
 
 _KEEPS = frozenset(

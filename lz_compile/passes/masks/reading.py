@@ -33,16 +33,16 @@ from lz_compile.passes.formula.predicates import (
 )
 from lz_compile.passes.formula.reader import Source
 from lz_compile.passes.graph.effects import Effects, Look
-from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.masks import bands as mask_bands
-from lz_compile.passes.masks import constant_patterns, ends, windows
+from lz_compile.passes.masks import constant_patterns
 from lz_compile.passes.masks import reach as mask_reach
 from lz_compile.passes.masks.bands import Positions
 from lz_compile.passes.masks.constants import Constant, Constants, hold_the_same
-from lz_compile.passes.masks.index_reading import Reader
+from lz_compile.passes.masks.index_reading import Reader, read_window, seen_in_window
 from lz_compile.passes.masks.meaning import Axes, Documents, Ends, Meaning, Meanings, Slopes, Terms, Window
-from lz_compile.passes.masks.parts import Parts, is_stable
+from lz_compile.passes.masks.parts import Parts, is_stable, of_conditions
 
 #: Of what is understood in part, the values of larger masks are not looked at.
 _LARGE = 2**24
@@ -89,7 +89,7 @@ class Masks(Meanings):
             if where is None:
                 return None
             parts |= conjuncts(where)
-        found = ends.of_conditions(parts, reading.reader, reading.at, frozenset(reading.axes.batch))
+        found = of_conditions(parts, reading.reader, reading.at, frozenset(reading.axes.batch))
         if found is None:
             return None
         given = {mine: axis for axis, mine in names.items()}
@@ -98,13 +98,13 @@ class Masks(Meanings):
 
     def window(self, node: fx.Node, dims: Dims, query: Axis, key: Axis) -> Window | None:
         """See :class:`Meanings`."""
-        return windows.read(self._effects, self._constants, node, dims, query, key)
+        return read_window(self._effects, self._constants, node, dims, query, key)
 
     def seen(
         self, masks: Sequence[tuple[fx.Node, Dims, bool]], query: Axis, key: Axis, window: Window
     ) -> tuple[int, int] | None:
         """See :class:`Meanings`."""
-        return windows.seen(self._effects, self._constants, masks, query, key, window)
+        return seen_in_window(self._effects, self._constants, masks, query, key, window)
 
     def equal(self, nodes: Sequence[fx.Node], dims: Dims, axes: Axes) -> tuple[fx.Node, ...] | None:
         """See :class:`Meanings`."""

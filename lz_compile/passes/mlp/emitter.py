@@ -17,14 +17,13 @@ from lz_compile.lowering.ops.mlp import MlpAttrs, MlpFacts, Operands
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
-from lz_compile.passes.formula.calls import constant_value, is_cast
+from lz_compile.passes.formula.expressions import constant_value, is_cast
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of
 from lz_compile.passes.mlp.gated_form import Form
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
-from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
-from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
+from lz_compile.passes.rewriting.match import Cell, Found, Input, Match, Site, TableEmitter, Trial
 
 #: Numbers beyond this are no bounds that are met.
 _LARGEST = 1e6

@@ -15,14 +15,13 @@ from lz_compile.lowering.ops.norm import NormAttrs, NormFacts, Operands
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
-from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.moments import CALLS, Moments
 from lz_compile.passes.formula.normal_form import NormalForm
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
-from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
-from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
+from lz_compile.passes.rewriting.match import Cell, Found, Input, Match, Site, TableEmitter, Trial
 
 
 @dataclass(frozen=True)

@@ -9,25 +9,109 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
 
 import sympy
 from torch import fx
 
 from lz_compile.ground.sizes import Size, product, shape_of
-from lz_compile.passes.formula.axes import LayoutError, fresh
-from lz_compile.passes.formula.edge import Edge
-from lz_compile.passes.formula.moments import CALLS, MEAN_SQUARE, ROW, STATISTICS, Moments
-from lz_compile.passes.formula.normal_form import normal_form
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.axes import LayoutError, axes_of, fresh
+from lz_compile.passes.formula.edge import Edge, behind_casts
+from lz_compile.passes.formula.expressions import is_cast
+from lz_compile.passes.formula.moments import CALLS, FUNCTIONS, MEAN_SQUARE, ROW, STATISTICS, Moments
+from lz_compile.passes.formula.normal_form import NormalForm, normal_form
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.norm.conditions import check_surroundings, check_weights, leaf_nodes
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
+from lz_compile.passes.graph.view import Call, is_floating, tensor_of, tensor_operands
+from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.norm.emitter import NormEmitter
-from lz_compile.passes.norm.search import is_worth_reading, results_of, sources
-from lz_compile.passes.rewriting.core import find_core
-from lz_compile.passes.rewriting.driver import Driver, Outcome, refusal_of
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.core import Core, find_core, is_dead
+from lz_compile.passes.rewriting.match import Driver, Match, Outcome, refusal_of
 from lz_compile.passes.rewriting.twins import Twins
+
+#: How many operations may lie between a row and its statistic, how many results of a statistic are looked at, and how
+#: many tensors are tried as the row.
+_BEFORE, _AFTER, _SOURCES = 6, 24, 8
+#: What the squares that are averaged may be computed by at last.
+_SQUARES = frozenset({"pow", "square", "mul", "div"})
+_ROOTS = frozenset({"rsqrt", "sqrt", "std", "norm", "linalg_norm", "linalg_vector_norm", "normalize"}) | CALLS.keys()
+
+
+def is_worth_reading(effects: Effects, anchor: fx.Node, results: list[fx.Node]) -> bool:
+    """Whether what is reduced may be squares, and a root is taken of it."""
+    calls = [call for call in map(effects.calls.get, (anchor, *results)) if call is not None]
+    if not any(call.name in _ROOTS or (call.name == "pow" and not _is_whole(call.get("exponent"))) for call in calls):
+        return False
+    inner = effects.calls.get(calls[0].input)
+    while inner is not None and (is_cast(inner) or layout.rearranges(inner)):
+        inner = effects.calls.get(inner.input)
+    return calls[0].name not in ("mean", "sum") or (inner is not None and inner.name in _SQUARES)
+
+
+def _is_whole(exponent: Any) -> bool:
+    return isinstance(exponent, (int, float)) and exponent == int(exponent)
+
+
+def sources(effects: Effects, anchor: fx.Node) -> Iterator[fx.Node]:
+    """What the row may be, the likeliest first; looks no further than it is asked."""
+    return islice(_sources(effects, anchor), _SOURCES)
+
+
+def _sources(effects: Effects, anchor: fx.Node) -> Iterator[fx.Node]:
+    """What the row may be: tensors before the anchor, behind pointwise operations; the nearest first, before any cast.
+
+    What is centred comes before the centred: the tensor whose mean was subtracted.
+    """
+    call = effects.calls[anchor]
+    assert call is not None, "an anchor is a call"
+    seen: set[fx.Node] = set()
+    level = [call.input]
+    for depth in range(_BEFORE):
+        following: list[fx.Node] = []
+        for node in level:
+            inner = effects.calls.get(behind_casts(effects, node))
+            if inner is not None and (is_pointwise(inner) or layout.rearranges(inner) or inner.name in FUNCTIONS):
+                operands = tensor_operands(inner.node)
+                following += operands
+            else:
+                operands = []
+            is_square = depth == 0 and call.name in ("mean", "sum")  # a mean of the row itself is no second moment
+            found = [] if call.name in CALLS else [_averaged(effects, each) for each in operands]
+            for each in (*found, None if is_square else node):
+                source = None if each is None else behind_casts(effects, each)
+                if source is not None and source not in seen and is_floating(source):
+                    seen.add(source)
+                    yield source
+        level = following if call.name not in CALLS else []
+
+
+def _averaged(effects: Effects, node: fx.Node) -> fx.Node | None:
+    """The tensor whose mean ``node`` is."""
+    call = effects.calls.get(node)
+    while call is not None and (is_cast(call) or layout.rearranges(call) or call.name == "getitem"):
+        call = effects.calls.get(call.input)
+    return call.input if call is not None and call.name in ("mean", "sum", "var_mean", "std_mean") else None
+
+
+def results_of(effects: Effects, anchor: fx.Node) -> list[fx.Node]:
+    """What is computed from a statistic by pointwise operations, in graph order."""
+
+    def users(node: fx.Node) -> Iterator[fx.Node]:
+        return (user for user in node.users if _is_read(effects.calls.get(user)) and not is_dead(user))
+
+    found = filter(is_floating, reached([anchor], users, _AFTER))
+    return sorted(found, key=effects.position.__getitem__)
+
+
+def _is_read(call: Call | None) -> bool:
+    return call is not None and (
+        is_pointwise(call) or layout.rearranges(call) or call.name in STATISTICS or call.name in FUNCTIONS
+    )
+
 
 OP = "norm"
 
@@ -150,3 +234,46 @@ def _match(effects: Effects, source: fx.Node, output: fx.Node, anchor: fx.Node) 
     core = replace(core, nodes=nodes)
     check_surroundings(effects, core, region, source, moments)
     return NormEmitter.of(region, moments, form, output, dims, core).match(OP, core)
+
+
+#: Functions of weights that can be written out again.
+_OF_WEIGHTS = frozenset({sympy.exp, sympy.log, sympy.tanh})
+
+
+def leaf_nodes(region: Region) -> set[fx.Node]:
+    """The tensors and numbers that a region is of."""
+    return {leaf.node for leaf in region.leaves.values()}
+
+
+def check_weights(region: Region, form: NormalForm, moments: Moments) -> None:
+    """Gain and shift must come from weights: tensors that are given, and are not one per row."""
+    rows = set(axes_of(moments.dims)) - set(moments.hidden)
+    functions = {each.func for part in (form.gain, form.shift) for each in part.atoms(sympy.Function)}
+    if not functions <= _OF_WEIGHTS:
+        raise RefusedError(
+            "NO_NORM", "a weight is a function of which kernels know nothing", "multiply by it afterwards"
+        )
+    for symbol in (form.gain.free_symbols | form.shift.free_symbols) & region.leaves.keys():
+        leaf = region.leaves[symbol]
+        if tensor_of(leaf.node) is None:  # a number
+            continue
+        is_given = leaf.node.op in ("placeholder", "get_attr")
+        own = set(axes_of(leaf.dims))
+        if not is_given or (rows and rows <= own) or not own <= set(axes_of(moments.dims)):
+            raise RefusedError("NO_NORM", f"{told(leaf.node)} is no weight of the row", "multiply by it afterwards")
+
+
+def check_surroundings(effects: Effects, core: Core, region: Region, source: fx.Node, moments: Moments) -> None:
+    """Refuse where someone else needs what follows the statistics, a mode changes, or an operand is overwritten."""
+    first = min(effects.position[node] for node in moments.squared)
+    late = tuple(node for node in core.nodes if effects.position[node] >= first)
+    edge = [node for node in {source, *leaf_nodes(region)} if node not in core.nodes]
+    readers = {node: region.readers.get(node, core.nodes[0]) for node in edge}
+    try:
+        replace(core, nodes=late).check(effects, readers)
+    except RefusedError as refusal:
+        if refusal.reason.code == "INTERIOR_USED":
+            refusal.edit = "do not return or reuse the statistics, or what is between them and the result"
+        raise
+    if any(effects.ambient(node) != core.ambient for node in core.nodes):
+        raise RefusedError("MODE_CHANGES_INSIDE", "autocast or gradient mode changes inside", "change it outside")

@@ -21,8 +21,7 @@ from lz_compile.passes.graph.purity import refuse_transformed
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core
-from lz_compile.passes.rewriting.driver import Outcome
-from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
+from lz_compile.passes.rewriting.match import Found, Input, Match, Outcome, Site, Trial
 from lz_compile.passes.rewriting.op_calls import CallEmitter, arguments_of, op_calls
 
 _OP = "paged_attention"

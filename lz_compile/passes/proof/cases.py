@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
+from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import hint_of, is_boolean, tensor_of, value_of
 from lz_compile.passes.proof.resize import shape
@@ -42,7 +43,7 @@ class Case:
 
 def cases(match: Match) -> Iterator[Case]:
     """The input sets that a match is tried on."""
-    is_trained = any(wants_grad(node) for node in match.inputs) and grad_enabled(match.ambient)
+    is_trained = any(has_gradient(node) for node in match.inputs) and grad_enabled(match.ambient)
     known, trial = match.found.inputs, match.trial
     has_mask = any(is_boolean(node) or each.fill is not None for node, each in known.items())
     yield Case("plain", gradients=is_trained)
@@ -181,9 +182,3 @@ def _mask(extents: tuple[int, ...], device: torch.device, masked_rows: bool) -> 
     else:
         keep[..., 0] = True
     return keep.to(device)
-
-
-def wants_grad(node: fx.Node) -> bool:
-    """Whether a tensor requires a gradient."""
-    tensor = tensor_of(node)
-    return tensor is not None and tensor.requires_grad

@@ -23,8 +23,8 @@ from lz_compile.lowering import frames
 from lz_compile.lowering.ops.linear import NATIVE
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
-from lz_compile.passes.formula.calls import constant_value, is_constant
-from lz_compile.passes.graph.modules import held_by
+from lz_compile.passes.formula.expressions import constant_value, is_constant
+from lz_compile.passes.graph.refusal import held_by
 from lz_compile.passes.graph.view import Call, hint_of, is_symbolic, known_tensor, read, tensor_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.proof.subgraph import Sizes, Subgraph
@@ -75,7 +75,7 @@ def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -
     """
     axes = all_axes(match)
     unchanged = match.trial.limited | match.trial.pinned
-    large = sorted({axis.size for axis in axes if not _is_small(axis)}, key=_by_size)
+    large = sorted({axis.size for axis in axes if not isinstance(axis.size, int) or axis.size > _SMALL}, key=_by_size)
     kept = {axis.size for axis in unchanged}
     fresh = (size for size in count(2 * _SMALL, _STEP) if size not in kept)
     assigned = dict(zip(large, fresh, strict=False))
@@ -129,10 +129,6 @@ def _hints(match: Match) -> Sizes:
 
 def _by_size(size: Size) -> tuple[int, str]:
     return (size, "") if isinstance(size, int) else (0, str(size))
-
-
-def _is_small(axis: Axis) -> bool:
-    return isinstance(axis.size, int) and axis.size <= _SMALL
 
 
 def all_axes(match: Match) -> list[Axis]:

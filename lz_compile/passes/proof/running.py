@@ -12,7 +12,7 @@ from torch._functorch.aot_autograd import aot_function
 from torch._functorch.compilers import nop
 
 from lz_compile.ground.isolation import is_isolated
-from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.snapshot import Was
 from lz_compile.passes.graph.view import called, tensors_in
 

@@ -10,7 +10,7 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
@@ -18,12 +18,12 @@ import torch
 from torch import fx
 
 from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.pieces import SPLITS
 from lz_compile.passes.formula.pointwise import is_pointwise
-from lz_compile.passes.formula.subscripts import SPLITS
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import ambient_context
-from lz_compile.passes.graph.modules import held_by
-from lz_compile.passes.graph.view import is_symbolic, read, tensor_of, value_of, where_of
+from lz_compile.passes.graph.refusal import held_by
+from lz_compile.passes.graph.view import is_symbolic, read, tensor_of, value_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.proof.resize import all_axes
 from lz_compile.passes.proof.subgraph import Subgraph
@@ -60,7 +60,10 @@ class Surrounded(Subgraph):
         for node in self.inputs:
             copies[node].meta = copy.copy(node.meta)
         if call is not None:
-            splice(module.graph, _moved(match, copies), call, Recipes(), original=match.outputs)
+            kind = match.kind
+            own = {*kind.inputs, *kind.read, *kind.core, *kind.operands.values()}
+            renamed = {node: copies[match.renamed.get(node, node)] for node in own}
+            splice(module.graph, match.moved(copies, kind, renamed), call, Recipes(), original=match.outputs)
             module.recompile()
         managers = self.match.ambient
 
@@ -206,31 +209,6 @@ def _is_fusible(node: fx.Node, match: Match, effects: Effects) -> bool:
 def _is_split(node: fx.Node) -> bool:
     """Whether a node gives several tensors at once, as ``chunk`` and ``split`` do."""
     return isinstance(value_of(node), (tuple, list)) and not isinstance(value_of(node), torch.Size)
-
-
-def _moved(match: Match, copies: Mapping[fx.Node, fx.Node]) -> Match:
-    """The match as found in a copy of its graph."""
-    kind, site = match.kind, match.site
-    renamed = {node: copies[match.renamed.get(node, node)] for node in {**kind.inputs, **kind.read} | _all(kind)}
-    return replace(
-        match,
-        site=replace(
-            site,
-            output=copies[site.output],
-            extra_outputs=tuple(copies[node] for node in site.extra_outputs),
-            hoisted=tuple(copies[node] for node in site.hoisted if node in copies and copies[node].op != "placeholder"),
-            core=tuple(copies[node] for node in site.core),
-            read={copies[node]: dims for node, dims in site.read.items() if node in copies},
-            where=where_of(site.output),
-        ),
-        found=replace(match.found, inputs={copies[node]: each for node, each in match.found.inputs.items()}),
-        prototype=kind,
-        renamed=renamed,
-    )
-
-
-def _all(match: Match) -> dict[fx.Node, None]:
-    return dict.fromkeys((*match.core, *match.operands.values()))
 
 
 def _make_input(value: Any, binding: Binding) -> Any:

@@ -12,12 +12,14 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from lz_compile.ground.isolation import isolated
 from lz_compile.passes.graph.modes import Ambient, ambient_context
-from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.purity import is_pure
+from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.snapshot import Was
 from lz_compile.passes.graph.subclasses import inner_tensors, rebuilt
 from lz_compile.passes.proof import running
-from lz_compile.passes.proof.running import SCAN, NotRunnableError, run_operator, run_steps
+from lz_compile.passes.proof.running import SCAN, NotRunnableError, no_attribute, run_operator, run_steps
 
 #: A plain loop, one with gradients as the operator ``scan`` has them whatever its steps do with them, or the operator itself.
 Scans: TypeAlias = Literal["loop", "like", "operator"]
@@ -312,3 +314,35 @@ def weights_of(end: torch.Tensor) -> torch.Tensor:
     count = max(end.numel(), 1)
     spread = torch.arange(count, dtype=torch.float64, device=end.device).mul_(0.754877666).remainder_(1.0).add_(0.5)
     return spread[: end.numel()].view(end.shape).to(end.dtype)
+
+
+_MOST = 256
+
+
+def may_be_special(node: fx.Node) -> bool:
+    """Compute a value from normal random numbers in the place of inputs (or far above); True if in doubt."""
+    calls, leaves = _above(node)
+    for below in (2, 1):  # where one is no index, zero is
+        try:
+            with isolated(), torch.no_grad():
+                inputs = random_inputs(leaves, 0, positive=False, doubled=True, with_grad=False, below=below)
+                (value,) = run([Was.of(each) for each in calls], [node], inputs, Ambient(), no_attribute).values
+            return not bool(value.isfinite().all())
+        except IndexError:
+            continue
+        except Exception:  # noqa: BLE001 whatever else a run on random numbers raises is doubt
+            return True
+    return True
+
+
+def _above(node: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+    """The calls that give a value, in order, and what they read."""
+    calls, leaves, queue = set[fx.Node](), set[fx.Node](), [node]
+    while queue:
+        each = queue.pop()
+        if len(calls) == _MOST or each.op not in ("call_function", "call_method") or not is_pure(each):
+            leaves.add(each)
+        elif each not in calls:
+            calls.add(each)
+            queue.extend(each.all_input_nodes)
+    return sorted(calls), sorted(leaves)

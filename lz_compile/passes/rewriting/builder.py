@@ -21,11 +21,11 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
 from lz_compile.ground.sizes import as_size, product
-from lz_compile.passes.formula.algebra import Leaf, Region
+from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
 from lz_compile.passes.formula.expressions import INFINITY
 from lz_compile.passes.graph.modes import Ambient, faking
-from lz_compile.passes.graph.modules import hold
+from lz_compile.passes.graph.refusal import hold
 from lz_compile.passes.graph.view import called, known_tensor, provenance, tensor_of
 
 Groups = Sequence[Sequence[Axis]]
@@ -230,24 +230,29 @@ class Builder:
 
     # ---- expressions ------------------------------------------------------------------------------------------
 
-    def evaluate(self, expression: sympy.Expr, region: Region, groups: Groups, dtype: torch.dtype) -> Any:
+    def evaluate(
+        self,
+        expression: sympy.Expr,
+        leaves: Mapping[sympy.Symbol, Leaf],
+        groups: Groups,
+        dtype: torch.dtype,
+        read: Callable[[Leaf, Groups], Any] | None = None,
+    ) -> Any:
         """An expression over leaves as tensor operations, every leaf arranged (broadcastable) to ``groups``.
 
         A single leaf keeps its dtype; where something is computed, it is computed in ``dtype``.
         """
-        if isinstance(expression, sympy.Symbol) and expression is not INFINITY:
-            return self._leaf_value(region.leaves[expression], groups)
-        return self._compute(expression, region, groups, dtype)
-
-    def _compute(self, expression: sympy.Expr, region: Region, groups: Groups, dtype: torch.dtype) -> Any:
+        if expression in leaves:
+            return (read or self._leaf_value)(leaves[expression], groups)
         if expression is INFINITY:
             return math.inf
-        if isinstance(expression, sympy.Symbol):
-            value = self._leaf_value(region.leaves[expression], groups)
-            return value if tensor_of(region.leaves[expression].node) is None else value.to(dtype)
         if not expression.free_symbols:
             return float(expression)
-        operands = [self._compute(argument, region, groups, dtype) for argument in expression.args]
+        operands = [self.evaluate(argument, leaves, groups, dtype, read) for argument in expression.args]
+        operands = [
+            operand.to(dtype) if each in leaves and tensor_of(leaves[each].node) is not None else operand
+            for each, operand in zip(expression.args, operands, strict=True)
+        ]
         if isinstance(expression, (sympy.Add, sympy.Mul)):
             combine = operator.add if isinstance(expression, sympy.Add) else operator.mul
             operands.sort(key=lambda operand: isinstance(operand, float))

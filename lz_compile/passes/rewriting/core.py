@@ -12,9 +12,8 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, grad_enabled
-from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.purity import refuse_transformed
-from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError, mutated, told
 from lz_compile.passes.graph.view import read, tensor_of
 
 #: What is advised where someone reads an inner value of an attention.
@@ -72,20 +71,12 @@ class Core:
                     "OPERAND_MUTATED", f"{told(node)} writes into a given tensor (out=)", "use its result"
                 )
             if call is not None and call.is_inplace and effects.owner(node) not in inside:
-                raise RefusedError(
-                    "OPERAND_MUTATED",
-                    f"{told(node)} writes into memory of {told(effects.owner(node))}, which others may read",
-                    "use the out-of-place form of that operation",
-                )
+                raise mutated(f"{told(node)} writes into memory of {told(effects.owner(node))}, which others may read")
         refuse_transformed(self.ambient)
         for node, reader in readers.items():
             writer = reader if effects.writes(reader, node) else effects.overwritten_after(node, reader, self.output)
             if writer is not None:
-                raise RefusedError(
-                    "OPERAND_MUTATED",
-                    f"{told(node)} is overwritten by {told(writer)} before the output",
-                    "use the out-of-place form of that operation",
-                )
+                raise mutated(f"{told(node)} is overwritten by {told(writer)} before the output")
 
     def widest(self) -> torch.dtype:
         """The widest dtype in which anything is computed."""

@@ -1,19 +1,25 @@
-"""What recognisers yield: a match, in three parts."""
+"""What recognisers yield: a match, in three parts; how most are emitted, by a table; and the driver of most recognisers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
+import sympy
 import torch
 from torch import fx
 
 from lz_compile.ground.reasons import Reason
-from lz_compile.passes.formula.axes import Axis, Dims
+from lz_compile.lowering.operands import Operands
+from lz_compile.passes.formula.algebra import Leaf, Region
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError
+from lz_compile.passes.graph.effects import MutatedError
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.graph.view import where_of
+from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
+from lz_compile.passes.graph.view import EMITTED, where_of
+from lz_compile.passes.rewriting.builder import Builder, Groups
 
 if TYPE_CHECKING:
     from lz_compile.passes.rewriting.builder import Builder
@@ -231,8 +237,159 @@ class Match:
         """The first of the matches that are equal but for their place."""
         return self.prototype or self
 
+    def moved(self, names: Mapping[fx.Node, fx.Node], prototype: Match, renamed: Mapping[fx.Node, fx.Node]) -> Match:
+        """The same of other nodes, which ``names`` gives; what is an input there need not be hoisted."""
+        site, found, output = self.site, self.found, names[self.site.output]
+        hoisted = [names[node] for node in site.hoisted if node in names]
+        site = replace(
+            site,
+            output=output,
+            extra_outputs=tuple(names[node] for node in site.extra_outputs),
+            hoisted=tuple(node for node in hoisted if node.op != "placeholder"),
+            core=tuple(names[node] for node in site.core),
+            read={names[node]: dims for node, dims in site.read.items() if node in names},
+            where=where_of(output),
+        )
+        found = replace(
+            found,
+            inputs={names[node]: each for node, each in found.inputs.items()},
+            operands={name: names.get(node, node) for name, node in found.operands.items()},
+            buffers=tuple(names.get(node, node) for node in found.buffers),
+        )
+        return replace(self, site=site, found=found, prototype=prototype, renamed=renamed)
+
     def assuming_finite(self) -> Match:
         """The same for inputs without NaN and infinities."""
         inputs = {node: replace(each, rows=(), dropped=(), selects=False) for node, each in self.found.inputs.items()}
         found = replace(self.found, attributes=self.attributes.assuming_finite(), inputs=inputs)
         return replace(self, found=found)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One operand: a tensor, or a formula of the leaves of ``region``, as a tensor with one dimension per group of axes.
+
+    Axes of a group that a tensor lacks are repeated where it ``is_whole``, and its gradient ends here where it
+    ``is_detached``. A formula is computed in ``dtype``.
+    """
+
+    what: Leaf | sympy.Expr
+    groups: Groups
+    is_whole: bool = False
+    is_detached: bool = False
+    region: Region | None = None
+    dtype: torch.dtype = torch.float32
+
+    def value(self, builder: Builder) -> Any:
+        """The operand in its canonical layout."""
+        if isinstance(self.what, Leaf):
+            given = builder.value(self.what.node)
+            value = builder.arrange(given, self.what.dims, self.groups, expand=self.is_whole)
+            return value.detach() if self.is_detached else value
+        assert self.region is not None, "a formula speaks of the leaves of a region"
+        return builder.evaluate(self.what, self.region.leaves, self.groups, self.dtype)
+
+
+class TableEmitter:
+    """What is alike in emitters: operands by :meth:`table`, and a result that only moves.
+
+    The attributes are the same at all sizes, and imply nothing about the values of inputs. What is different overrides it.
+    """
+
+    kind: ClassVar[type[Operands]]
+    attrs: Any
+    output_dims: Dims
+
+    def table(self) -> Mapping[str, Cell]:
+        """What each operand is.
+
+        Raises:
+            NotImplementedError: the emitter has no table, and makes its operands itself.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no table of operands")
+
+    @property
+    def groups(self) -> Groups:
+        """The axes of the kernel's result, one group for each of its dimensions.
+
+        Raises:
+            NotImplementedError: the emitter has no such groups, and makes its result itself.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no groups of axes")
+
+    def operands(self, builder: Builder) -> Any:
+        """The op's operands in its canonical layout, in the order of the table."""
+        return self.kind(**{name: cell.value(builder) for name, cell in self.table().items()})
+
+    def result(self, builder: Builder, value: Any) -> Any:
+        """The kernel's result in the layout of the node that it replaces."""
+        return builder.restore(value, self.groups, self.output_dims)
+
+    def attributes_at(self, _sizes: Mapping[Axis, int]) -> Any:
+        """The attributes for a proof at other sizes: the same."""
+        return self.attrs
+
+    def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
+        """Nothing is implied here.
+
+        Raises:
+            LookupError: always.
+        """
+        raise LookupError(f"{node.name} is implied by no attribute")
+
+
+Outcome = Match | NearMiss | Failure
+
+
+def always(_anchor: fx.Node, _refusal: RefusedError) -> bool:
+    """Every refusal is worth telling."""
+    return True
+
+
+def refusal_of(error: RefusedError | MutatedError, edit: str = "use its out-of-place form") -> RefusedError:
+    """A refusal as it is; a value that was overwritten before it is read, as one."""
+    return error if isinstance(error, RefusedError) else RefusedError("OPERAND_MUTATED", f"a value is {error}", edit)
+
+
+@dataclass
+class Driver:
+    """Reads the anchors of one graph for ``op``.
+
+    What reads an anchor returns a match, a near miss, or None where nothing speaks for the op. :class:`RefusedError` and
+    :class:`MutatedError` become near misses, where ``is_meant`` says that the op was meant. :class:`LayoutError` is no word
+    worth telling: what has no exact form in axes is not the op. All else is a :class:`Failure` of this anchor alone.
+
+    ``covered`` are the nodes of matches so far: none of them is an anchor of another.
+    """
+
+    op: str
+    is_meant: Callable[[fx.Node, RefusedError], bool] = always
+    covered: set[fx.Node] = field(default_factory=set)
+
+    def walk(
+        self,
+        nodes: Iterable[fx.Node],
+        is_anchor: Callable[[fx.Node], bool],
+        read: Callable[[fx.Node], Match | NearMiss | None],
+    ) -> Iterator[Outcome]:
+        """What every anchor among ``nodes`` is; what kernels emitted is none."""
+        for node in nodes:
+            if node not in self.covered and EMITTED not in node.meta and is_anchor(node):
+                yield from self.at(node, read)
+
+    def at(self, anchor: fx.Node, read: Callable[..., Match | NearMiss | None], *arguments: Any) -> Iterator[Outcome]:
+        """What ``read(anchor, *arguments)`` says that one anchor is."""
+        found: Outcome | None
+        try:
+            found = read(anchor, *arguments)
+        except (RefusedError, MutatedError) as error:
+            refusal = refusal_of(error)
+            found = NearMiss.of(self.op, anchor, refusal) if self.is_meant(anchor, refusal) else None
+        except LayoutError:
+            found = None
+        except Exception as error:  # noqa: BLE001 the pipeline makes an event of it, or raises it where that is wanted
+            found = Failure(self.op, where_of(anchor), error)
+        if isinstance(found, Match):
+            self.covered.update(found.core)
+        if found is not None:
+            yield found

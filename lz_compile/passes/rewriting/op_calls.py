@@ -13,9 +13,7 @@ from lz_compile.lowering.operands import Operands
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.driver import Driver, Outcome
-from lz_compile.passes.rewriting.emitter import TableEmitter
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Driver, Match, Outcome, TableEmitter
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -21,7 +21,7 @@ from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.graph.effects import Effects, Look
 from lz_compile.passes.graph.refusal import NearMiss
-from lz_compile.passes.graph.view import value_of, where_of
+from lz_compile.passes.graph.view import value_of
 from lz_compile.passes.rewriting.match import Match
 
 
@@ -71,7 +71,7 @@ class Twins:
                 continue
             renamed = _Walk(self._effects, prototype.look, self._signatures).follow(prototype.match.output, anchor)
             if renamed is not None and self._uses_agree(prototype, renamed):
-                return _renamed(prototype.match, renamed)
+                return prototype.match.moved(renamed, prototype.match, renamed)
         return None
 
     def _uses_agree(self, prototype: _Prototype, renamed: Mapping[fx.Node, fx.Node]) -> bool:
@@ -96,30 +96,6 @@ class Twins:
             node in renamed and region.reaches(node, goal) == region.reaches(renamed[node], goal)
             for node, goal in prototype.look.reached
         )
-
-
-def _renamed(match: Match, renamed: Mapping[fx.Node, fx.Node]) -> Match:
-    site, found = match.site, match.found
-    output = renamed[site.output]
-    return replace(
-        match,
-        site=replace(
-            site,
-            output=output,
-            extra_outputs=tuple(renamed[node] for node in site.extra_outputs),
-            core=tuple(renamed[node] for node in site.core),
-            read={renamed[node]: dims for node, dims in site.read.items()},
-            where=where_of(output),
-        ),
-        found=replace(
-            found,
-            inputs={renamed[node]: each for node, each in found.inputs.items()},
-            operands={name: renamed[node] for name, node in found.operands.items()},
-            buffers=tuple(renamed[node] for node in found.buffers),
-        ),
-        prototype=match,
-        renamed=renamed,
-    )
 
 
 class _Walk:

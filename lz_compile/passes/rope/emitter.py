@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import sympy
@@ -16,13 +15,12 @@ from lz_compile.ground.sizes import product
 from lz_compile.lowering.ops.rope import Operands, RopeAttrs, RopeFacts, joined
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of
+from lz_compile.passes.formula.parts import Known
 from lz_compile.passes.formula.places import FixedIndex, affine, has_fixed_index
-from lz_compile.passes.formula.turning import Known
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
-from lz_compile.passes.rewriting.emitter import TableEmitter
-from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, TableEmitter, Trial
 from lz_compile.passes.rope.rotations import Rotation, Table, moving
 
 _PRODUCTS = frozenset({"mul", "add", "sub", "addcmul", "rsub", "complex"})
@@ -94,35 +92,19 @@ class RopeEmitter(TableEmitter):
 
     def _table(self, builder: Builder, table: Table) -> Any:
         rows: Groups = (self.batch, (), self.positions)
-        wide = _wide(table)
         if table.second is not None:
             groups = (*rows, (self.rotation.pairs,))
-            first, second = (
-                self._compute(builder, each, table.leaves, groups, wide) for each in (table.expression, table.second)
-            )
+            first, second = (self._value(builder, each, table, groups) for each in (table.expression, table.second))
             return joined(first, second, self.attrs.is_interleaved)
         groups = (*rows, (self.rotation.pairs,) if self.attrs.has_half_tables else self.rotation.turned)
-        return self._compute(builder, table.expression, table.leaves, groups, wide)
+        return self._value(builder, table.expression, table, groups)
 
-    def _compute(
-        self,
-        builder: Builder,
-        expression: sympy.Expr,
-        leaves: Mapping[sympy.Symbol, Leaf],
-        groups: Groups,
-        wide: torch.dtype,
-    ) -> Any:
-        """A polynomial of leaves; a leaf by itself keeps its dtype."""
-        if isinstance(expression, sympy.Symbol):
-            return _leaf(builder, leaves[expression], groups)
-        if not expression.free_symbols:
-            return float(expression)
-        values = [self._compute(builder, each, leaves, groups, wide) for each in expression.args]
-        values.sort(key=lambda value: isinstance(value, float))
-        if len(values) == 2 and isinstance(values[1], float) and values[1] == -1.0 and expression.is_Mul:
-            return -values[0]
-        values = [value if isinstance(value, float) or not hasattr(value, "to") else value.to(wide) for value in values]
-        return reduce(operator.add if expression.is_Add else operator.mul, values)
+    @staticmethod
+    def _value(builder: Builder, expression: sympy.Expr, table: Table, groups: Groups) -> Any:
+        """A polynomial of leaves; a leaf by itself, or its negative, keeps its dtype."""
+        if -expression in table.leaves:
+            return -_leaf(builder, table.leaves[-expression], groups)
+        return builder.evaluate(expression, table.leaves, groups, _wide(table), partial(_leaf, builder))
 
     def result(self, builder: Builder, value: Any) -> Any:
         """The kernel's ``[B, H, S, D]`` in the layout of the node that it replaces."""
@@ -234,11 +216,11 @@ def check(rotation: Rotation) -> None:
 
 def _dtype(table: Table) -> torch.dtype:
     """The dtype of a table as an operand."""
-    return _leaf_dtype(table) if table.expression.is_Symbol or table.expression == -_only(table) else _wide(table)
-
-
-def _only(table: Table) -> sympy.Expr:
-    return next(iter(table.leaves))
+    return (
+        _leaf_dtype(table)
+        if table.expression.is_Symbol or table.expression == -next(iter(table.leaves))
+        else _wide(table)
+    )
 
 
 def _leaf_dtype(table: Table) -> torch.dtype:

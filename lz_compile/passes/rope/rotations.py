@@ -17,10 +17,9 @@ from torch import fx
 from lz_compile.ground.sizes import Shape, shape_of
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
-from lz_compile.passes.formula.calls import is_cast
-from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
+from lz_compile.passes.formula.expressions import is_cast
+from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Known, Parts, unknown
 from lz_compile.passes.formula.places import Fixed, FixedIndex, affine, canonical, has_fixed_index, paired, placed
-from lz_compile.passes.formula.turning import Known, unknown
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 

@@ -19,12 +19,55 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.lowering.ops.routing import EPS
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Leaf, Region
-from lz_compile.passes.formula.axes import Axis, Dims, axes_of, broadcast_from
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, broadcast_from
 from lz_compile.passes.formula.pointwise import Rule
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.effects import MutatedError
+from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import Call, tensor_of
-from lz_compile.passes.routing.activation import Activation
+from lz_compile.passes.routing.products import Products
+
+
+@dataclass
+class Activation:
+    """The product of ``source`` and the weight ``down``, whose only axis of the rank is ``rank``.
+
+    ``region`` makes a region to read in. ``interior`` has every node that was read through, ``inputs`` the axes along which
+    the source was read.
+    """
+
+    source: fx.Node
+    down: Leaf
+    rank: tuple[Axis, ...]
+    region: Callable[[], Products]
+    interior: dict[fx.Node, Dims] = field(default_factory=dict)
+    readers: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    inputs: list[Dims] = field(default_factory=list)
+
+    def is_it(self, node: fx.Node, dims: Dims, axis: Axis) -> bool:
+        """Whether a value with axes ``dims``, ``axis`` among them as the rank, is the activation, times a positive number."""
+        region = self.region()
+        try:
+            terms = region.terms(region.express(node, dims)) or []
+        except (LayoutError, MutatedError):
+            return False
+        if len(terms) != 1 or len(terms[0].symbols) != 2 or terms[0].coefficient <= 0 or len(self.rank) != 1:
+            return False
+        leaves = [region.leaves[symbol] for symbol in terms[0].symbols]
+        x, weight = sorted(leaves, key=lambda leaf: leaf.node is not self.source)
+        features = x.axes - frozenset(axes_of(dims))
+        if x.node is not self.source or weight.node is not self.down.node or weight.axes != features | {axis}:
+            return False
+        if _places(weight.dims, axis) != _places(self.down.dims, self.rank[0]):
+            return False
+        self.interior = {**region.interior, **self.interior}
+        self.readers = {**region.readers, **self.readers}
+        self.inputs.append(x.dims)
+        return True
+
+
+def _places(dims: Dims, axis: Axis) -> list[bool]:
+    return [axis in atoms(dim) for dim in dims]
+
 
 A, V = sympy.symbols("a v", real=True)
 DOT = sympy.Symbol("dot", real=True)
@@ -104,7 +147,7 @@ def _general(mask: Leaf, why: str) -> RefusedError:
 
 def _threshold(mask: Leaf, difference: sympy.Expr) -> float:
     """The cosine at which a difference changes its sign, for all lengths; RefusedError where there is none."""
-    function = sympy.lambdify((DOT, LENGTH_A, LENGTH_V), difference, modules=[{"Max": _larger}, "math"])
+    function = sympy.lambdify((DOT, LENGTH_A, LENGTH_V), difference, modules=[{"Max": max}, "math"])
 
     def value(cosine: float, length: float, other: float) -> float:
         try:
@@ -141,10 +184,6 @@ def _unlike(mask: Leaf, threshold: float, length: float, other: float) -> Refuse
         f"the mask {told(mask.node)} depends on the lengths of a and v ({length:g} and {other:g}), not on their cosine alone",
         f"divide by both norms, or compare with zero instead of {threshold:g}",
     )
-
-
-def _larger(*values: float) -> float:
-    return max(values)
 
 
 def _root(function: Callable[[float], float]) -> float | None:

@@ -16,8 +16,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
-from lz_compile.passes.rewriting.emitter import TableEmitter
-from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, TableEmitter, Trial
 from lz_compile.passes.routing.cosine_mask import Cosine
 
 Run = tuple[Axis, ...]

@@ -14,16 +14,14 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fresh, resolve
-from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.parts import Edge
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.core import Core, find_core, is_dead, overwritten_edge
-from lz_compile.passes.routing.activation import Activation
-from lz_compile.passes.routing.cosine_mask import Cosine, cosine_of
+from lz_compile.passes.routing.cosine_mask import Activation, Cosine, cosine_of
 from lz_compile.passes.routing.emitter import Operand, RoutingEmitter
 from lz_compile.passes.routing.products import DETACHED, FUNCTIONS, Products, Term
 from lz_compile.passes.routing.roles import Adapter, Kept, Layer, Role, kept_of, role_of

@@ -18,8 +18,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import NearMiss
 from lz_compile.passes.graph.view import tensor_of, where_of
-from lz_compile.passes.rewriting.driver import Driver, Outcome
-from lz_compile.passes.rewriting.match import Match
+from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 from lz_compile.passes.rewriting.twins import Twins
 from lz_compile.passes.routing.reading import Reader
 from lz_compile.passes.routing.summands import Summands

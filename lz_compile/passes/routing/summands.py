@@ -15,9 +15,9 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import EMITTED, Call, tensor_of
+from lz_compile.passes.graph.view import EMITTED, Call, tensor_of, tensor_operands
 from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.rewriting.core import is_dead
 
@@ -47,7 +47,7 @@ class Summands:
             factors = _factors(region, call)
             if not factors and not self.is_linear(call):
                 continue
-            inner = [self.effects.current(each, node) for each in _tensors(node)]
+            inner = [self.effects.current(each, node) for each in tensor_operands(node)]
             below = max((self.depth.get(each, 0) for each in inner), default=0)
             self.depth[node] = min(below + max(factors - 1, 0), _DEEPEST)
             self.size[node] = min(1 + sum(self.size.get(each, 0) for each in inner), _NODES)
@@ -61,7 +61,7 @@ class Summands:
         call, tensor = self.effects.calls.get(node), tensor_of(node)
         if call is None or tensor is None or EMITTED in node.meta or not tensor.is_floating_point():
             return False
-        return call.name in _ADDING or (call.name in _SUMS and len(_tensors(node)) > 1)
+        return call.name in _ADDING or (call.name in _SUMS and len(tensor_operands(node)) > 1)
 
     def deep(self, anchor: fx.Node) -> list[fx.Node]:
         """The summands that may be adapters; what is a sum itself, and read by others, is a residual stream."""
@@ -98,14 +98,14 @@ class Summands:
         if call.name in _ADDING:
             found.append(node)  # its product is one of the summands
             return [call.input] if isinstance(call.input, fx.Node) else []
-        return _tensors(node)
+        return tensor_operands(node)
 
     def _goes_on(self, node: fx.Node) -> bool:
         """Whether a summand is a sum itself, or one that is scaled, cast or rearranged, for this sum alone."""
         call = self.effects.calls.get(node)
         if call is None or EMITTED in node.meta or len([user for user in node.users if not is_dead(user)]) != 1:
             return False
-        operands = _tensors(node)
+        operands = tensor_operands(node)
         if call.name in _SUMS:
             return bool(operands)
         is_scaled = call.name in ("mul", "div") and len(operands) == 1
@@ -126,7 +126,7 @@ class Summands:
         """What a value is computed from without bending, as far as it is near."""
 
         def inner(reader: fx.Node) -> Iterator[fx.Node]:
-            return (self.effects.current(each, reader) for each in _tensors(reader) if reader in self.depth)
+            return (self.effects.current(each, reader) for each in tensor_operands(reader) if reader in self.depth)
 
         return {*reached(inner(node), inner, _NODES)}
 
@@ -161,7 +161,7 @@ class Summands:
 def _multiplied(call: Call) -> list[fx.Node]:
     """The tensors that a call reads, without those that a product adds."""
     added = call.get("bias") if call.name == "linear" else call.input if call.name in _ADDING else None
-    return [each for each in _tensors(call.node) if each is not added]
+    return [each for each in tensor_operands(call.node) if each is not added]
 
 
 def _is_vector(node: fx.Node) -> bool:
@@ -170,14 +170,10 @@ def _is_vector(node: fx.Node) -> bool:
     return tensor is not None and sum(size != 1 for size in shape_of(tensor)) == 1
 
 
-def _tensors(node: fx.Node) -> list[fx.Node]:
-    return [each for each in node.all_input_nodes if tensor_of(each) is not None]
-
-
 def _factors(region: Region, call: Call) -> int:
     """How many tensors a call multiplies and sums over; none where it is no product."""
     if call.name == "einsum":
-        return len(_tensors(call.node))
+        return len(tensor_operands(call.node))
     if call.name in contraction.PRODUCTS or (call.name == "sum" and contraction.is_product_sum(region, call)):
         return 2
     return 0

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, is_floating, tensor_of

@@ -19,7 +19,7 @@ from lz_compile.ground import events
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, regroup, resolve
-from lz_compile.passes.formula.calls import is_constant
+from lz_compile.passes.formula.expressions import is_constant
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, is_symbolic, known_tensor, tensor_of, value_of

@@ -16,15 +16,15 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import fresh
-from lz_compile.passes.formula.calls import is_cast, is_constant
+from lz_compile.passes.formula.expressions import is_cast, is_constant
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.sampling.drawn import weighs
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, exits
-from lz_compile.passes.sampling.kept import Form, Limits
 from lz_compile.passes.sampling.limits import LEAST_MISSED, limits_of
+from lz_compile.passes.sampling.probes import Form, Limits
 from lz_compile.passes.sampling.stores import MAXIMA, ORDERING, ordered_dim
 
 OP = "sampling"

@@ -20,8 +20,7 @@ from lz_compile.passes.formula.axes import axes_of
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.sampling.excerpt import Excerpt, sizes_for
-from lz_compile.passes.sampling.kept import VOCAB, Form, Limit, Limits
-from lz_compile.passes.sampling.probes import Order, Probe, Trial
+from lz_compile.passes.sampling.probes import VOCAB, Form, Limit, Limits, Order, Probe, Trial
 
 _TIES: tuple[Ties, ...] = ("all", "first", "last")
 #: More combinations of limits are not tried.

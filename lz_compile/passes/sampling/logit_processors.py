@@ -15,7 +15,7 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of, broadcast_from, resolve
-from lz_compile.passes.formula.calls import constant_value, is_cast
+from lz_compile.passes.formula.expressions import constant_value, is_cast
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.sampling.excerpt import Affected, Scores

@@ -13,14 +13,14 @@ from torch import fx
 from lz_compile.ground.sizes import Size, is_one, product, shape_of
 from lz_compile.lowering.ops.scan import DROPPED, DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure
 from lz_compile.passes.graph.view import known_tensor, tensor_of
-from lz_compile.passes.loops.recurrence.dropped_states import masked
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum
 from lz_compile.passes.loops.recurrence.index_terms import Atom, Term
 from lz_compile.passes.loops.recurrence.index_values import TIME, Source, Values
+from lz_compile.passes.loops.recurrence.step_check import masked
 from lz_compile.passes.loops.recurrence.step_sizes import Place, StepSizes
 from lz_compile.passes.loops.recurrence.transition import Read, Transition
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.emitter import TableEmitter
+from lz_compile.passes.rewriting.match import TableEmitter
 
 _ONE = {Term(): 1.0}
 

@@ -10,10 +10,9 @@ from torch import fx
 from lz_compile.ground.sizes import as_size, product, shape_of
 from lz_compile.lowering.ops.scan import ScanAttrs
 from lz_compile.passes.formula.axes import Axis, Dims
-from lz_compile.passes.formula.calls import is_constant
+from lz_compile.passes.formula.expressions import is_constant
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of, where_of
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum
 from lz_compile.passes.loops.recurrence.index_terms import Atom
@@ -22,7 +21,7 @@ from lz_compile.passes.loops.recurrence.step_sizes import StepSizes
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, is_filled
 from lz_compile.passes.loops.recurrence.text import text_of
 from lz_compile.passes.loops.recurrence.transition import Transition
-from lz_compile.passes.proof.special_values import may_be_special
+from lz_compile.passes.proof.trial_run import may_be_special
 from lz_compile.passes.rewriting.core import wants_grad
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 from lz_compile.passes.scan.emitter import Given, ScanEmitter

@@ -1,33 +1,44 @@
-"""Recurrences that are affine in their state, in all of their spellings.
+"""Recurrences that are affine in their state, in all of their spellings, and calls of ``lz.kda`` and ``lz.linear_scan``.
 
 The anchor is a ``scan``: a loop that was one in the source, or that was rolled up again. Its step is read as algebra
 (:mod:`step_form`), and what the state becomes as factors, rank-one updates and a summand (:mod:`transition`).
+
+Which kernel a call of the op selects by itself is not asked here, but where kernels are chosen (``own_calls.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import operator
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import fx
 
+from lz_compile.ground.reasons import Reason
+from lz_compile.ground.sizes import as_size
+from lz_compile.lowering.ops import scan as scan_op
+from lz_compile.lowering.ops.scan import DIMS, RESULTS, Operands, ScanAttrs
+from lz_compile.passes.formula import contraction, layout
+from lz_compile.passes.formula.axes import Axis, Dims
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modules import told
 from lz_compile.passes.graph.purity import refuse_transformed
-from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.loops.recurrence.chunked_forms import chunked_forms
-from lz_compile.passes.loops.recurrence.dropped_states import with_drops
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError, mutated, told
+from lz_compile.passes.graph.view import tensor_of, where_of
 from lz_compile.passes.loops.recurrence.plan import Part, Plan
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, prefix_scans
 from lz_compile.passes.loops.recurrence.prefix_scan_emitter import match_of
 from lz_compile.passes.loops.recurrence.prefix_scan_logs import log_scans
 from lz_compile.passes.loops.recurrence.reading import Readings
-from lz_compile.passes.loops.recurrence.step_check import check
+from lz_compile.passes.loops.recurrence.step_check import check, with_drops
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
 from lz_compile.passes.loops.recurrence.transition import Transition
-from lz_compile.passes.rewriting.driver import Driver, Outcome
-from lz_compile.passes.rewriting.match import Match
-from lz_compile.passes.scan.calls import scan_calls
+from lz_compile.passes.rewriting.core import wants_grad
+from lz_compile.passes.rewriting.match import Driver, Found, Input, Match, Outcome, Site, Trial
+from lz_compile.passes.rewriting.op_calls import CallEmitter, arguments_of, op_calls
 from lz_compile.passes.scan.match import OP, finished
 
 
@@ -84,9 +95,132 @@ def _described(parts: list[Part], form: StepForm) -> str:
 def _check_surroundings(call: ScanCall, effects: Effects) -> None:
     """Refuse inside of function transforms, and where an operand is overwritten before the last result is taken."""
     refuse_transformed(effects.ambient(call.node))
-    last = max(call.node.users)
-    for node in call.operands:
-        writer = effects.overwritten_after(node, call.node, last)
+    _check_written(call.node, call.operands, max(call.node.users), effects)
+
+
+def _check_written(scan: fx.Node, operands: Iterable[fx.Node], last: fx.Node, effects: Effects) -> None:
+    for node in operands:
+        writer = effects.overwritten_after(node, scan, last)
         if writer is not None:
-            text = f"{told(node)} is overwritten by {told(writer)} before the results are taken"
-            raise RefusedError("OPERAND_MUTATED", text, "use the out-of-place form of that operation")
+            raise mutated(f"{told(node)} is overwritten by {told(writer)} before the results are taken")
+
+
+_EXPONENTIALS = frozenset({"exp", "exp2"})
+_SOLVERS = frozenset({"solve_triangular", "inverse", "solve"})
+_THROUGH = frozenset(
+    {"cumsum", "getitem", "slice", "pad", "cat", "stack", "masked_fill", "where", "tril", "triu", "select"}
+)
+#: Calls that are followed from one cumulative sum.
+_REACH = 200
+
+
+def chunked_forms(graph: fx.Graph, effects: Effects, known: Collection[fx.Node]) -> Iterator[NearMiss]:
+    """One near miss for each such recurrence; those that read what is ``known`` to be another op are none."""
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        call, tensor = effects.calls[node], tensor_of(node)
+        if call is None or call.name != "cumsum" or tensor is None or not tensor.is_floating_point():
+            continue
+        follows = _followed(node, effects)
+        names = {call.name for call in map(effects.calls.__getitem__, follows) if call is not None}
+        is_product = bool(names & contraction.PRODUCTS or names & _SOLVERS)
+        if names & _EXPONENTIALS and is_product and follows.isdisjoint(known):
+            if seen.isdisjoint(follows):
+                text = "it is computed in chunks already, with decays as exponentials of cumulative sums"
+                edit = "write the recurrence as a loop over tokens to have it run by a kernel"
+                yield NearMiss("scan", node, Reason("CHUNKED_ALREADY", text), edit, where_of(node))
+            seen |= follows
+
+
+def _followed(node: fx.Node, effects: Effects) -> set[fx.Node]:
+    """What is made of a cumulative sum of logarithms: up to products after an exponential, and what these give."""
+    found: dict[fx.Node, bool] = {node: False}
+    queue = [node]
+    while queue and len(found) < _REACH:
+        current = queue.pop(0)
+        for user in current.users:
+            call = effects.calls[user]
+            if user in found or call is None:
+                continue
+            is_decay = found[current] or call.name in _EXPONENTIALS
+            is_product = call.name in contraction.PRODUCTS | _SOLVERS
+            passes = is_pointwise(call) or layout.is_view(call) or layout.rearranges(call) or call.name in _THROUGH
+            if passes or (is_product and found[current]):
+                found[user] = is_decay
+                queue.append(user)
+    return set(found)
+
+
+_OP = "scan"
+_ERASING = "S[k,v] <- decay S[k,v] + left[k] (right[v] - sum over k' of erase[k'] S[k',v])"
+_PLAIN = "S[k,v] <- decay S[k,v] + left[k] right[v] + drive[k,v]"
+
+
+def scan_calls(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
+    """Every such call whose results are taken apart."""
+    return op_calls(_OP, graph, effects, _call_match)
+
+
+def _call_match(node: fx.Node, effects: Effects) -> Match:
+    """The match of one call.
+
+    Raises:
+        RefusedError: its results are not taken apart, it is mapped over a dimension, or an operand is overwritten.
+    """
+    given, tensors, named = arguments_of(node, Operands, "out_dtype", "state_dtype")
+    outputs = _outputs(node, effects, given)
+    x = Operands(**tensors)
+    wide = torch.promote_types(scan_op.common_dtype(x), torch.float32)
+    attrs = ScanAttrs("after", "erase" in given, wide, named["out_dtype"], named["state_dtype"])
+    axes = {letter: Axis(as_size(size)) for letter, size in scan_op.sizes_of(x).by_dim().items()}
+    scales = _scales(given, axes["K"])
+    inputs = {
+        each: Input(_dims(name, tensors[name], axes), scale=scales.get(each, 1.0)) for name, each in given.items()
+    }
+    ambient = effects.ambient(node)
+    sizes: dict[str, Any] = {name: as_size(size) for name, size in scan_op.sizes_of(x)._asdict().items()}
+    needs_grad = wants_grad(ambient, given.values())
+    facts = replace(scan_op.facts_of(x), **sizes, needs_grad=needs_grad)
+    places = {place: tuple(axes[letter] for letter in letters) for place, letters in enumerate(RESULTS)}
+    dims = {each: tuple(() if axis.size == 1 else (axis,) for axis in places[place]) for each, place in outputs.items()}
+    output, *others = sorted(outputs)
+    emitter = CallEmitter(given, attrs, Operands, tuple(outputs[each] for each in (output, *others)))
+    formula = f"{_ERASING if attrs.erases else _PLAIN}; y[q,v] = sum over k of query[q,k] S[k,v]"
+    return Match(
+        _OP,
+        Site(
+            output=output,
+            output_dims=dims[output],
+            core=(node, *others, output),
+            ambient=ambient,
+            where=where_of(node),
+            extra_outputs=tuple(others),
+        ),
+        Found(attrs, facts, inputs, {}, emitter, formula),
+        Trial(masked_rows_count=False),
+    )
+
+
+def _outputs(node: fx.Node, effects: Effects, given: Mapping[str, fx.Node]) -> dict[fx.Node, int]:
+    """The nodes that pick a result, with its place."""
+    refuse_transformed(effects.ambient(node))
+    found: dict[fx.Node, int] = {}
+    for user in node.users:
+        if user.target is not operator.getitem or not isinstance(user.args[1], int):
+            raise RefusedError("SCAN_USED_WHOLE", f"{told(user)} takes all results of a scan", "unpack them")
+        found[user] = user.args[1] % 2
+    read = {user: place for user, place in found.items() if user.users}
+    _check_written(node, given.values(), max(read or found), effects)
+    return read or found
+
+
+def _dims(name: str, tensor: torch.Tensor, axes: Mapping[str, Axis]) -> Dims:
+    """Every dimension of an operand is one axis, or broadcasts."""
+    sizes = [as_size(size) for size in tensor.shape]
+    return tuple(() if size == 1 else (axes[letter],) for letter, size in zip(DIMS[name], sizes, strict=True))
+
+
+def _scales(given: Mapping[str, fx.Node], keys: Axis) -> dict[fx.Node, float]:
+    """For keys that erase: their length is about one, or a state would grow."""
+    size = keys.size if isinstance(keys.size, int) else 64
+    return {given[name]: size**-0.5 for name in ("left", "erase") if "erase" in given}

@@ -17,9 +17,9 @@ from torch import fx
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.walks import needed, reached
 from lz_compile.passes.loops.recurrence.step_form import StepForm
-from lz_compile.passes.loops.recurrence.step_homes import FREE
 from lz_compile.passes.loops.recurrence.step_rules import moves_only
 from lz_compile.passes.loops.recurrence.step_sizes import elements
+from lz_compile.passes.loops.recurrence.step_trace import FREE
 from lz_compile.passes.loops.recurrence.transition import Transition, transition_of
 
 aten = torch.ops.aten

@@ -21,8 +21,7 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import Size, as_size
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, where_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE

@@ -12,14 +12,13 @@ from lz_compile.ground.sizes import as_size, product
 from lz_compile.lowering.ops.scan import DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
-from lz_compile.passes.formula.calls import is_constant
+from lz_compile.passes.formula.expressions import is_constant
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core, wants_grad
-from lz_compile.passes.rewriting.emitter import Cell, TableEmitter
-from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
+from lz_compile.passes.rewriting.match import Cell, Found, Input, Match, Site, TableEmitter, Trial
 
 _Groups = tuple[tuple[Axis, ...], ...]
 

@@ -24,12 +24,12 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import LayoutError, fresh
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, tensor_operands
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, dims_of
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
+from lz_compile.passes.rewriting.core import Core
 
 #: Numbers below which two running sums (some 20 ns a number) cost less than calling a kernel (15 us).
 _LEAST_NUMBERS = 512
@@ -97,7 +97,7 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
     runs = own is not None and own.name == ("cumprod" if around.is_product else "cumsum")
     is_own = runs and own is not None and _dim(own) in (dim, dim - tensor.dim()) and own.get("dtype") is None
     given = {around.drive, around.decay}
-    core = tuple(needed([output], given, lambda node: (x for x in node.all_input_nodes if tensor_of(x) is not None)))
+    core = tuple(needed([output], given, tensor_operands))
     if is_own and set(around.decay.users) <= set(core):
         core, decay = (around.decay, *core), own.input  # type: ignore[union-attr]  # it is a call
     else:
@@ -144,7 +144,7 @@ def _behind(effects: Effects, node: fx.Node) -> list[fx.Node]:
     found = [node]
     for _ in range(_NEAR):
         call = effects.calls.get(found[-1])
-        operands = [each for each in found[-1].all_input_nodes if tensor_of(each) is not None]
+        operands = tensor_operands(found[-1])
         if call is None or len(operands) != 1 or not (is_pointwise(call) or layout.rearranges(call)):
             break
         found.append(operands[0])
@@ -199,14 +199,7 @@ def _exponential(total: fx.Node, effects: Effects) -> fx.Node:
 
 
 def _check(core: tuple[fx.Node, ...], leaves: tuple[fx.Node, ...], effects: Effects) -> None:
-    for node in core[:-1]:
-        others = [user for user in node.users if user not in core and user.users]
-        if others:
-            text = f"{told(node)} is also used by {told(others[0])}"
-            raise RefusedError("INTERIOR_USED", text, "use the states themselves instead")
-        if effects.ambient(node) != effects.ambient(core[-1]):
-            text = "autocast or gradient mode changes inside"
-            raise RefusedError("MODE_CHANGES_INSIDE", text, "enter or leave the mode outside of it")
+    Core(core, effects.ambient(core[-1])).check(effects, {}, "use the states themselves instead")
     for node in (*core, *leaves):
         if effects.is_overwritten(node):
             raise RefusedError("OPERAND_MUTATED", f"{told(node)} is overwritten", "use its out-of-place form")

@@ -11,14 +11,15 @@ from torch import fx
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.calls import is_cast
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError, held_by
 from lz_compile.passes.graph.view import is_boolean, read, tensor_of, value_of
 from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.loops.recurrence.plan import Plan, plan_of
 from lz_compile.passes.loops.recurrence.step_form import read_step
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, Step, trace_step
+from lz_compile.passes.proof.validate import described
 
 
 @dataclass
@@ -51,7 +52,9 @@ class Readings:
         masks = [is_indicator(node) for node in (*call.xs, *call.given)] if self.follows_masks else []
         values = [_described(value_of(node)) for node in call.operands]
         sizes = len(call.init), len(call.xs)
-        return "\n".join([f"{sizes} {ambient} {masks}", *values, *_written(call.body)])
+        return "\n".join(
+            [f"{sizes} {ambient} {masks}", *values, *described(call.body.graph.nodes, held_by(call.body.graph.nodes))]
+        )
 
 
 def _described(value: Any) -> str:
@@ -59,16 +62,6 @@ def _described(value: Any) -> str:
         return str(as_size(value))
     shape, strides = ([as_size(each) for each in sizes] for sizes in (value.shape, value.stride()))
     return f"{value.dtype} {value.device} {shape} {strides}"
-
-
-def _written(body: fx.GraphModule) -> list[str]:
-    names = {node: f"n{index}" for index, node in enumerate(body.graph.nodes)}
-    lines = []
-    for node, name in names.items():
-        arguments = fx.map_arg((node.args, node.kwargs), names.__getitem__)
-        target = "" if node.op == "placeholder" else node.target
-        lines.append(f"{name} {node.op} {target} {arguments}")
-    return lines
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.layout import stride_order
-from lz_compile.passes.graph.modules import hold
+from lz_compile.passes.graph.refusal import hold
 from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.recurrence.batched import Around
 from lz_compile.passes.loops.recurrence.step_trace import PART, SCAN, ScanCall

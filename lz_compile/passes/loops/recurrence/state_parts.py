@@ -16,8 +16,7 @@ from torch import fx
 from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.recurrence.batched import Around
 from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, Rewritten
-from lz_compile.passes.loops.recurrence.step_homes import insert
-from lz_compile.passes.loops.recurrence.step_trace import ScanCall, Step, is_filled
+from lz_compile.passes.loops.recurrence.step_trace import ScanCall, Step, insert, is_filled
 
 aten = torch.ops.aten
 #: A state that would fall into more parts is left whole.

@@ -23,8 +23,7 @@ from lz_compile.passes.loops.recurrence.reading import Readings
 from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, Rebuilt, Rewritten, rebuild
 from lz_compile.passes.loops.recurrence.state_parts import split_states
 from lz_compile.passes.loops.recurrence.step_form import StepForm
-from lz_compile.passes.loops.recurrence.step_homes import insert
-from lz_compile.passes.loops.recurrence.step_trace import ScanCall, is_filled, trace_step, traced
+from lz_compile.passes.loops.recurrence.step_trace import ScanCall, insert, is_filled, trace_step, traced
 from lz_compile.passes.proof.subgraph import Subgraph
 
 #: Changes of states that are tried one after the other.

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, dims_of
 from lz_compile.passes.loops.recurrence.index_terms import Atom, SizedError, UnreadableError
-from lz_compile.passes.loops.recurrence.step_homes import FREE, homes, is_delay, is_tensor, prepare
 from lz_compile.passes.loops.recurrence.step_rules import (
     LOGICAL,
     OF_TRUTH_VALUES,
@@ -29,7 +28,7 @@ from lz_compile.passes.loops.recurrence.step_rules import (
     shape_of,
 )
 from lz_compile.passes.loops.recurrence.step_sizes import elements
-from lz_compile.passes.loops.recurrence.step_trace import Step
+from lz_compile.passes.loops.recurrence.step_trace import FREE, Step, homes, is_delay, is_tensor, prepare
 
 aten = torch.ops.aten
 _STORAGE = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format", "non_blocking", "implicit"})

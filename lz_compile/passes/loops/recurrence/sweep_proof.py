@@ -12,7 +12,7 @@ from torch import fx
 
 from lz_compile.ground.isolation import isolated
 from lz_compile.passes.formula.layout import stride_order
-from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of
 from lz_compile.passes.loops.recurrence.prefix_scan import SMALL, recurrence
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE

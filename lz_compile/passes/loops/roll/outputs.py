@@ -8,8 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import read, tensor_of
 from lz_compile.passes.graph.writes import NEW
 from lz_compile.passes.loops.roll.slices import Slices, cut, elements_of

@@ -17,14 +17,13 @@ from torch import fx
 from lz_compile.ground.reasons import Reason
 from lz_compile.passes.editing.edit import Rewrite, Unproven, apply
 from lz_compile.passes.formula import contraction
-from lz_compile.passes.formula.calls import is_constant
+from lz_compile.passes.formula.expressions import is_constant
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of, where_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.roll.facts import Loop, read_loop
-from lz_compile.passes.loops.roll.roll import roll
-from lz_compile.passes.loops.roll.scan import SCAN, trial_scan
+from lz_compile.passes.loops.roll.roll import SCAN, roll, trial_scan
 from lz_compile.passes.loops.roll.search import LEAST_STEPS, Program, Run, phases, runs
 from lz_compile.passes.loops.roll.steps import Grid, Made, Steps, parameters_of
 from lz_compile.passes.loops.roll.versions import Versions

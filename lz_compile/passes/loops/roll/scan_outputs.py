@@ -16,10 +16,10 @@ from torch._higher_order_ops.scan import ScanAutogradImpl
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
-from lz_compile.passes.formula.layout import stride_order
+from lz_compile.passes.formula.strides import order_in_memory
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import known_tensor, origin_of, tensor_of, value_of
-from lz_compile.passes.loops.roll.scan import SCAN
+from lz_compile.passes.graph.view import known_tensor, origin_of, tensor_of, tensor_operands, value_of
+from lz_compile.passes.loops.roll.roll import SCAN
 from lz_compile.passes.loops.roll.step_graph import readable
 
 #: What the steps of our own making are called.
@@ -100,7 +100,7 @@ def gather_slices(module: fx.GraphModule) -> int:
     """
 
     def change(scan: Any, _body: fx.GraphModule) -> bool:
-        return _copied([each for each in scan.args[2] if not _is_dense(known_tensor(each))], scan)
+        return _copied([each for each in scan.args[2] if order_in_memory(known_tensor(each)) is None], scan)
 
     return _changed(module, change)
 
@@ -114,7 +114,7 @@ def keep_operands(module: fx.GraphModule) -> int:
     effects = Effects(module.graph)
 
     def change(scan: Any, _body: fx.GraphModule) -> bool:
-        operands = [each for each in scan.all_input_nodes if tensor_of(each) is not None]
+        operands = tensor_operands(scan)
         return _copied([each for each in operands if is_graded(scan) and effects.why_not_kept([each], scan)], scan)
 
     return _changed(module, change)
@@ -151,12 +151,6 @@ def scans_of_ours(module: fx.GraphModule) -> list[fx.Node]:
 def is_graded(scan: fx.Node) -> bool:
     """Whether a scan is differentiated."""
     return any(isinstance(each, torch.Tensor) and each.requires_grad for each in value_of(scan))
-
-
-def _is_dense(value: torch.Tensor) -> bool:
-    """Whether elements lie one after the other, in whatever order of dimensions."""
-    order, _ = stride_order(list(map(as_size, value.stride())))
-    return value.permute(order).is_contiguous()
 
 
 def _copied(operands: Sequence[fx.Node], scan: fx.Node) -> bool:

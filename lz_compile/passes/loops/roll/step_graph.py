@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 from lz_compile.ground.sizes import Size, as_size, shape_of
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import Ambient, faking
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, read, tensor_of, value_of, where_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.roll.body import Around, Body, Carried, Entry, Part, Ref, Streamed

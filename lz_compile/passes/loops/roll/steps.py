@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.modules import told
-from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.refusal import RefusedError, mutated, told
 from lz_compile.passes.graph.view import value_of, where_of
 from lz_compile.passes.loops.roll.search import LEAST_STEPS, Program, Run, is_number
 from lz_compile.passes.loops.roll.versions import Versions
@@ -143,8 +142,7 @@ class Grid:
         begin = self._run.start + self._middle * self._run.period
         for node in self._program.nodes[begin : begin + self._run.period]:
             if node in self._versions.unclear:
-                text = f"{self._versions.unclear[node]} ({where_of(node)})"
-                return RefusedError("OPERAND_MUTATED", text, "use the out-of-place form of that operation")
+                return mutated(f"{self._versions.unclear[node]} ({where_of(node)})")
         return None
 
     def _middle_step(self) -> int:

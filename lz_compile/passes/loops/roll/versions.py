@@ -15,7 +15,7 @@ from torch import fx
 
 from lz_compile.passes.graph.effects import RESHAPERS, Effects
 from lz_compile.passes.graph.gradients import differentiated
-from lz_compile.passes.graph.modules import told
+from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import Call, memory_of, read, tensor_of
 from lz_compile.passes.graph.writes import writes
 from lz_compile.passes.loops.roll.search import Program
@@ -50,7 +50,11 @@ class Versions:
         self._memories: dict[int, _Memory] = {}
         self._made_after: dict[fx.Node, fx.Node | None] = {}
         self._memory_ids: dict[fx.Node, int | None] = {}
-        overwritten = {node: call for node, call in ((node, read(node)) for node in program.nodes) if _writes(call)}
+        overwritten = {
+            node: call
+            for node, call in ((node, read(node)) for node in program.nodes)
+            if call is not None and writes(call)
+        }
         self.is_pure = not overwritten
         if not self.is_pure:
             for node in program.graph.nodes:
@@ -142,10 +146,6 @@ class Versions:
             memory = self._memory(operand)
             if memory is not None:
                 memory.is_opaque, memory.last = True, node
-
-
-def _writes(call: Call | None) -> bool:
-    return call is not None and writes(call)
 
 
 def _is_plain(call: Call) -> bool:
