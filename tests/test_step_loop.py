@@ -37,7 +37,7 @@ def told(step: Step, init: Sequence[Tensor], xs: Sequence[Tensor], others: Seque
 def looped(text: str, init: Sequence[Tensor], xs: Sequence[Tensor], others: Sequence[Any] = ()) -> list[Tensor]:
     tensors = [each for each in others if isinstance(each, Tensor)]
     numbers = [each for each in others if not isinstance(each, Tensor)]
-    found: list[Tensor] = torch.ops.layerzero.step_loop_kernel(list(init), list(xs), tensors, numbers, text)
+    found: list[Tensor] = torch.ops.layerzero.step_loop_kernel([*init, *xs, *tensors], numbers, text)
     return found
 
 

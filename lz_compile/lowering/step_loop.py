@@ -8,8 +8,9 @@ would call is written down.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeAlias
@@ -23,7 +24,8 @@ from lz_compile.lowering import cpp_builds, inductor
 from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.step_source import LoopWriter, NotKernelsError, written
 
-_ALIGNED = 64
+#: The text of a step begins with its digest, of so many letters: 5 kB are neither hashed nor compared at every call.
+_NAME = 32
 #: Of a step: a thread is worth waiting for from so many elements on; what is given is not written to, and has known strides.
 _CONFIG = {"cpp.min_chunk_size": 1 << 13, "inplace_buffers": False, "size_asserts": True}
 #: What libraries compute: such a step would be refused after it was compiled.
@@ -38,77 +40,68 @@ _Like: TypeAlias = tuple[tuple[Any, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class _Program:
-    """A loop for operands with certain layouts, built; what it gives: last states, and a step's part of each result."""
+    """A loop for operands with certain layouts, built, and what it gives: shapes (of one step), strides (of all), dtypes."""
 
     function: Any
-    numbers: tuple[int, ...]
-    scratch: tuple[int, ...]
-    total: int
-    finals: tuple[_Like, ...]
-    ys: tuple[_Like, ...]
+    numbers: Any
+    pointers: Any
+    finals: tuple[tuple[Any, ...], ...]
+    ys: tuple[tuple[Any, ...], ...]
+
+
+#: What is known of steps, by the names that their texts begin with.
+_known: dict[str, Mapping[str, Any]] = {}
+
+
+def _told(step: str) -> Mapping[str, Any]:
+    name = step[:_NAME]
+    if name not in _known:
+        _known[name] = json.loads(step[_NAME:])
+    return _known[name]
 
 
 @lru_cache(maxsize=1024)
-def _program(step: str, layouts: tuple[Any, ...], states: int, strides: tuple[int, ...]) -> _Program:
-    """The loop for states, slices and what stays with these layouts; of the latter some are numbers."""
-    made = [
-        each if isinstance(each, int) else cpp_builds.empty_cpu(tuple(each[0]), tuple(each[1]), each[2])
-        for each in layouts
-    ]
+def _program(name: str, layouts: tuple[Any, ...], moves: tuple[int, ...], numbers: tuple[int, ...]) -> _Program:
+    """The loop over states, slices and other tensors of a step, of these layouts; slices are ``moves`` elements apart."""
+    told = _known[name]
+    states, tensors = told["states"], [cpp_builds.empty_cpu(tuple(each[0]), *each[1:]) for each in layouts]
+    slices = tensors[states : states + len(moves)]
+    others, counts = iter(tensors[states + len(moves) :]), iter(numbers)
+    given = [*tensors[:states], *slices, *(next(others if kind == "t" else counts) for kind in told["kinds"])]
+    strides = [move * each.itemsize for move, each in zip(moves, slices, strict=True)]
     with isolated():
-        source, numbers, scratch = LoopWriter(written(json.loads(step)["code"]), made, states, strides).write()
+        source, sizes = LoopWriter(written(told["code"]), given, states, strides).write()
     function = cpp_builds.load_cpp(source).run
-    function.restype = ctypes.c_char_p
-    places, total = [], 0
-    for size in scratch:
-        places.append(total)
-        total += -(-size // _ALIGNED) * _ALIGNED
-    finals = tuple((tuple(each[0]), each[2]) for each in layouts[:states])
-    shapes = [each[0] for each in layouts if not isinstance(each, int)]
-    return _Program(function, tuple(numbers), tuple(places), total, finals, _of_a_step(shapes, _told(step)))
+    function.argtypes, function.restype = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64], ctypes.c_char_p
+    ys = [(shape, _strides(1, *shape), kind) for shape, kind in _of_a_step([each.shape for each in tensors], told)]
+    finals = [(tuple(each.shape), _strides(*each.shape), each.dtype) for each in tensors[:states]]
+    pointers = ctypes.c_void_p * (len(tensors) + len(ys) + len(finals))
+    return _Program(function, (ctypes.c_int64 * max(len(sizes), 1))(*sizes), pointers, tuple(finals), tuple(ys))
+
+
+def _strides(*shape: int) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 # ---- the operator -------------------------------------------------------------------------------------------------------
 
 
-def _ordered(given: Sequence[torch.Tensor], numbers: Sequence[int], kinds: str) -> Iterator[Any]:
-    """What stays, tensors (t) and numbers (n), as the step takes it."""
-    tensors, others = iter(given), iter(numbers)
-    return (next(tensors if kind == "t" else others) for kind in kinds)
-
-
-def _run(
-    init: Sequence[torch.Tensor],
-    xs: Sequence[torch.Tensor],
-    given: Sequence[torch.Tensor],
-    numbers: Sequence[int],
-    step: str,
-) -> list[torch.Tensor]:
-    length = xs[0].shape[0]
-    others = _ordered(given, numbers, _told(step)["kinds"])
-    layouts = (
-        *[(each.shape, each.stride(), each.dtype) for each in init],
-        *[(each.shape[1:], each.stride()[1:], each.dtype) for each in xs],
-        *[each if isinstance(each, int) else (each.shape, each.stride(), each.dtype) for each in others],
-    )
-    program = _program(step, layouts, len(init), tuple(each.stride(0) * each.itemsize for each in xs))
-    finals = [torch.empty(shape, dtype=kind) for shape, kind in program.finals]
-    ys = [torch.empty((length, *shape), dtype=kind) for shape, kind in program.ys]
-    scratch = torch.empty(program.total + _ALIGNED, dtype=torch.uint8) if program.scratch else None
-    start = 0 if scratch is None else -(-scratch.data_ptr() // _ALIGNED) * _ALIGNED
-    operands = [each.data_ptr() for each in (*init, *xs, *given)]
-    pointers = [*operands, *(start + each for each in program.scratch), *(each.data_ptr() for each in (*ys, *finals))]
-    counts = (ctypes.c_int64 * (1 + len(program.numbers)))(length, *program.numbers)
-    error = program.function((ctypes.c_void_p * len(pointers))(*pointers), counts)
+def _run(tensors: Sequence[torch.Tensor], numbers: Sequence[int], step: str) -> list[torch.Tensor]:
+    """Last states and what all steps give, of states, slices of all steps and what stays. Every call pays for its lines."""
+    told = _told(step)
+    states, end = told["states"], told["states"] + told["slices"]
+    slices = tensors[states:end]
+    layouts = [(each.shape, each.stride(), each.dtype) for each in tensors]
+    layouts[states:end] = [(each.shape[1:], each.stride()[1:], each.dtype) for each in slices]
+    program = _program(step[:_NAME], tuple(layouts), tuple([each.stride(0) for each in slices]), tuple(numbers))
+    length = slices[0].shape[0]
+    ys = [cpp_builds.empty_cpu((length, *shape), strides, kind) for shape, strides, kind in program.ys]
+    finals = [cpp_builds.empty_cpu(*each) for each in program.finals]
+    addresses = [each.data_ptr() for each in (*tensors, *ys, *finals)]
+    error = program.function(program.pointers(*addresses), program.numbers, length)
     if error is not None:
         raise RuntimeError(error.decode())
     return [*finals, *ys]
-
-
-@lru_cache(maxsize=256)
-def _told(step: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = json.loads(step)
-    return found
 
 
 def _of_a_step(shapes: Sequence[Sequence[Any]], told: Mapping[str, Any]) -> tuple[_Like, ...]:
@@ -117,17 +110,13 @@ def _of_a_step(shapes: Sequence[Sequence[Any]], told: Mapping[str, Any]) -> tupl
     return tuple((tuple(own), getattr(torch, kind)) for own, (kind, _) in zip(sizes, told["ys"], strict=True))
 
 
-def _fake(
-    init: Sequence[torch.Tensor],
-    xs: Sequence[torch.Tensor],
-    given: Sequence[torch.Tensor],
-    numbers: Sequence[int],  # as the operator takes it
-    step: str,
-) -> list[torch.Tensor]:
-    shapes = [*(each.shape for each in init), *(each.shape[1:] for each in xs), *(each.shape for each in given)]
-    finals = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in init]
-    ys = (xs[0].new_empty((xs[0].shape[0], *own), dtype=kind) for own, kind in _of_a_step(shapes, _told(step)))
-    return [*finals, *ys]
+def _fake(tensors: Sequence[torch.Tensor], numbers: Sequence[int], step: str) -> list[torch.Tensor]:
+    told = _told(step)
+    states, end = told["states"], told["states"] + told["slices"]
+    shapes = [each.shape[int(states <= i < end) :] for i, each in enumerate(tensors)]
+    finals = [torch.empty_like(each, memory_format=torch.contiguous_format) for each in tensors[:states]]
+    first = tensors[states]
+    return [*finals, *(first.new_empty((first.shape[0], *own), dtype=kind) for own, kind in _of_a_step(shapes, told))]
 
 
 opaque("step_loop", _run, _fake)
@@ -153,7 +142,7 @@ def call_kernels(module: fx.GraphModule) -> None:
         numbers = [each for each in additional if _is_number(each)]
         with module.graph.inserting_before(node):
             found = module.graph.call_function(
-                torch.ops.layerzero.step_loop_kernel.default, (init, xs, tensors, numbers, step)
+                torch.ops.layerzero.step_loop_kernel.default, ([*init, *xs, *tensors], numbers, step)
             )
         found.meta.update(node.meta)
         node.replace_all_uses_with(found)
@@ -207,16 +196,19 @@ def _step(body: fx.GraphModule, init: Any, xs: Any, additional: Any, results: Se
     ]
     code = inductor.kernels_code(body, given, _CONFIG)
     kinds = "".join("t" if isinstance(each, torch.Tensor) else "n" for each in others)
-    step = json.dumps({"ys": ys, "kinds": kinds, "code": code})
-    strides = tuple(_hint(each.stride(0)) * each.itemsize for each in slices)
-    _program(step, tuple(map(_expected, given)), len(states), strides)  # to see that it can be, and to build it
+    told = json.dumps({"states": len(states), "slices": len(slices), "ys": ys, "kinds": kinds, "code": code})
+    step = hashlib.sha256(told.encode()).hexdigest()[:_NAME] + told
+    _told(step)
+    layouts = tuple((_hints(each.shape), _hints(each.stride()), each.dtype) for each in _tensors(given))
+    numbers = _hints(each for each in others if not isinstance(each, torch.Tensor))
+    _program(
+        step[:_NAME], layouts, _hints(each.stride(0) for each in slices), numbers
+    )  # to see that it can be, and build it
     return step
 
 
-def _expected(operand: Any) -> Any:
-    if not isinstance(operand, torch.Tensor):
-        return _hint(operand)
-    return tuple(map(_hint, operand.shape)), tuple(map(_hint, operand.stride())), operand.dtype
+def _hints(sizes: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(_hint, sizes))
 
 
 def _hint(size: Any) -> int:

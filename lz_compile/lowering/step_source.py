@@ -19,6 +19,15 @@ from lz_compile.lowering import cpp_builds
 
 _KERNEL = re.compile(r"\bvoid\s+kernel\b")
 
+_MEMORY = """
+struct Memory {
+  static constexpr std::align_val_t kAlign{64};
+  char* const start;
+  explicit Memory(size_t bytes) : start(static_cast<char*>(::operator new(bytes, kAlign))) {}
+  ~Memory() { ::operator delete(start, kAlign); }
+};
+"""
+
 
 class NotKernelsError(RuntimeError):
     """A step does something beside calling kernels in C++."""
@@ -113,23 +122,23 @@ def written(code: str) -> Written:
 
 @dataclass
 class _Loop:
-    """The source of a loop, its numbers, and how much memory it needs beside operands and results."""
+    """The source of a loop, its numbers, and those of the bytes that it needs beside operands and results."""
 
     steps: list[str] = field(default_factory=list)
     moves: list[str] = field(default_factory=list)
     ends: list[str] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
-    scratch: list[int] = field(default_factory=list)
+    scratch: list[str] = field(default_factory=list)
 
     def number(self, value: int) -> str:
         """A number that the source is given."""
         self.numbers.append(int(value))
-        return f"n[{len(self.numbers)}]"
+        return f"n[{len(self.numbers) - 1}]"
 
     def memory(self, size: int) -> str:
         """Some bytes for as long as the loop runs."""
-        self.scratch.append(size)
+        self.scratch.append(self.number(size))
         return f"m{len(self.scratch) - 1}"
 
     def copy(self, to: str, source: str, size: int) -> None:
@@ -150,8 +159,8 @@ class LoopWriter:
         self.loop.names = [f"s{i}" for i in range(len(tensors))]
         self.strides = dict(enumerate(strides, states))
 
-    def write(self) -> tuple[str, list[int], list[int]]:
-        """The source, its numbers, and bytes of further memory."""
+    def write(self) -> tuple[str, list[int]]:
+        """The source and its numbers."""
         loop, carried, given = self.loop, self.results[: self.states], self.results[self.states :]
         ys = [f"y{i}" for i in range(len(given))]
         copies = [(name, each) for name, each in zip(ys, given, strict=True) if not self._place(each, name)]
@@ -183,7 +192,7 @@ class LoopWriter:
         loop.moves += [f"std::swap({one}, {other});" for one, other in swaps]
         loop.moves += [f"s{i} += {loop.number(stride)};" for i, stride in self.strides.items()]
         loop.moves += [f"{name} += {loop.number(each.nbytes)};" for name, each in zip(ys, given, strict=True)]
-        return self._source(ys), loop.numbers, loop.scratch
+        return self._source(ys), loop.numbers
 
     def _place(self, result: torch.Tensor, name: str) -> bool:
         """Let memory that a result fills be where it goes."""
@@ -217,13 +226,14 @@ class LoopWriter:
     def _source(self, ys: Sequence[str]) -> str:
         loop, used = self.loop, {each.name for each in self.calls}
         kernels = [source for name, (_, source) in self.module.recorder.sources.items() if name in used]
-        names = [*loop.names, *(f"m{i}" for i in range(len(loop.scratch))), *ys, *(f"f{i}" for i in range(self.states))]
+        names = [*loop.names, *ys, *(f"f{i}" for i in range(self.states))]
         given = [f"char* {name} = p[{i}];" for i, name in enumerate(names)]
+        given += [f"Memory own{i}({size}); char* m{i} = own{i}.start;" for i, size in enumerate(loop.scratch)]
         lines = [
-            *("#include <cstring>", "#include <string>", "#include <utility>", *kernels),
-            'extern "C" const char* run(char** p, const int64_t* n) {',
+            *("#include <cstring>", "#include <new>", "#include <string>", "#include <utility>", _MEMORY, *kernels),
+            'extern "C" const char* run(char** p, const int64_t* n, int64_t steps) {',
             *("static thread_local std::string error;", "try {", *given),
-            *("for (int64_t t = 0; t < n[0]; ++t) {", *loop.steps, *loop.moves, "}"),
+            *("for (int64_t t = 0; t < steps; ++t) {", *loop.steps, *loop.moves, "}"),
             *(*loop.ends, "return nullptr;"),
             "} catch (const std::exception& caught) { error = caught.what(); return error.c_str(); }",
             *("}", ""),

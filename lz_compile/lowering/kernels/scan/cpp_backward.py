@@ -100,7 +100,7 @@ INLINE void reverse(const Problem& p, const Gradients& g, const Rows rows, const
   const OutT* given = g.reads.at(at.b, at.h, at.t) + at.column * g.reads.s[4];
   for (int64_t q = 0; q < Q; ++q) of_reads[q] = load(given + q * g.reads.s[3], g.reads.s[4], at.count);
   for (int64_t r = 0; r < R; ++r) of_right[r] = zero(), put_there[r] = written[r];
-  const Term<kDecay, DecayT> decay(p.decay, rows.decay, at);
+  const DecayTerm decay(p, rows, at);
   TermGradient<kDecay, kFirst> of_decay(g.decay, sums_of.decay, at, target.step<kConstantDecay>(),
                                         target.adds<kConstantDecay>());
   TermGradient<kDrive, kFirst> of_drive(g.drive, sums_of.drive, at, target.step<kConstantDrive>(),

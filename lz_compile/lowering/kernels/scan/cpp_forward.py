@@ -40,8 +40,6 @@ static void run_panel(const Problem& p, const Results& out, Rows& rows, Block* s
   }
 }
 
-constexpr bool varies(Kind kind) { return kind == kValue || kind == kFull; }
-
 // Columns of a factor or summand that walks through the steps. Nothing here may be read through a pointer more than once,
 // or the compiler would read it again after every store.
 template <Kind kind, class T> class Walk {
@@ -108,6 +106,7 @@ extern "C" void scan_forward(void* const* pointers, const int64_t* numbers) {
   arguments.take(out.reads);
   arguments.take(out.last);
   arguments.take(out.checkpoints);
+  p.leaves.take(arguments);
   const int64_t states = p.blocks() * p.K;
 #pragma omp parallel num_threads(p.threads)
   {

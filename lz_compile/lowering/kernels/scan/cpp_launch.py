@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
@@ -12,6 +12,7 @@ import torch
 
 from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.kernels.scan.cpp_program import Program, vectors_for
+from lz_compile.lowering.kernels.scan.cpp_terms import Recipe, leaf_of
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs, ScanSizes, common_dtype, factor_kind, sizes_of
 
 #: Of the compiler, beside Inductor's own flags: no result depends on what they allow but for the rounding of ``a * b + c``.
@@ -36,11 +37,15 @@ class Launch:
         x: canonical operands.
         attrs: of the op.
         chunk: steps from one checkpoint to the next.
+        recipe: how operands are computed whose memory is not read.
+        leaves: what of, ``[B, H, T, K, V]`` or broadcasting to that.
     """
 
     x: Operands
     attrs: ScanAttrs
     chunk: int
+    recipe: Recipe = field(default_factory=Recipe)
+    leaves: Sequence[torch.Tensor] = ()
 
     @cached_property
     def operands(self) -> Mapping[str, torch.Tensor]:
@@ -91,7 +96,7 @@ class Launch:
         panel, threads = self._shares
         numbers = [*self.sizes[:5], self.chunk, panel, threads]
         given = [self._seen(name) if name in self.operands else None for name in self.x.names]
-        for tensor in (*given, *others):
+        for tensor in (*given, *others, *self.leaves):
             numbers += [0] * 6 if tensor is None else _strides(tensor)
         return function_of(program, backward), (ctypes.c_int64 * len(numbers))(*numbers)
 
@@ -116,6 +121,8 @@ class Launch:
             state_dtype=self.attrs.state_dtype,
             lanes=self._lanes,
             vectors=vectors_for(sizes.value_dim, self._lanes),
+            recipe=self.recipe,
+            leaves=tuple(map(leaf_of, self.leaves)),
         )
 
     @cached_property
@@ -188,15 +195,24 @@ def _strides(tensor: torch.Tensor) -> list[int]:
     return [*(0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True)), part]
 
 
-def forward(operands: Sequence[torch.Tensor | None], attrs: ScanAttrs, chunk: int, *, keeps: bool) -> Results:
+def forward(
+    operands: Sequence[torch.Tensor | None],
+    attrs: ScanAttrs,
+    chunk: int,
+    *,
+    keeps: bool,
+    recipe: Recipe | None = None,
+    leaves: Sequence[torch.Tensor] = (),
+) -> Results:
     """A scan over real tensors on a CPU; results as of :meth:`Launch.results`. What depends on layouts is done once.
 
     The operands are all of the op's, in its order: compiled code comes by for every token, so no object is made of them.
+    Those of a ``recipe`` are None.
     """
-    key = _layouts(operands), attrs, chunk, keeps, torch.get_num_threads()
+    key = _layouts(operands), attrs, chunk, keeps, torch.get_num_threads(), recipe, _layouts(leaves)
     function, numbers, (reads, last, checkpoints) = _forward(*key)
-    results = cpp_builds.empty_cpu(*reads), cpp_builds.empty_cpu(*last), cpp_builds.empty_cpu(*checkpoints)
-    _call(function, (*operands, *results) if keeps else (*operands, *results[:2], None), numbers)
+    results = cpp_builds.empty_cpu(*reads), inductor.empty_cpu(*last), inductor.empty_cpu(*checkpoints)
+    _call(function, (*operands, *(results if keeps else (*results[:2], None)), *leaves), numbers)
     return results
 
 
@@ -255,9 +271,20 @@ def _without_memory(layouts: Sequence[Layout | None]) -> list[torch.Tensor | Non
 
 
 @lru_cache(maxsize=1024)
-def _forward(layouts: tuple[Layout | None, ...], attrs: ScanAttrs, chunk: int, keeps: bool, _threads: int) -> Any:
+def _forward(
+    layouts: tuple[Layout | None, ...],
+    attrs: ScanAttrs,
+    chunk: int,
+    keeps: bool,
+    _threads: int,
+    recipe: Recipe | None = None,
+    leaves: tuple[Layout | None, ...] = (),
+) -> Any:
     """The compiled function, its last argument, and the layouts of its results, for operands with these layouts."""
     launch = Launch(Operands(*_without_memory(layouts)), attrs, chunk)
+    if recipe is not None:
+        given = [each for each in _without_memory(leaves) if each is not None]
+        launch = Launch(replace(launch.x, **recipe.of(given)), attrs, chunk, recipe, given)
     reads, last, checkpoints = results = launch.results(keeps)
     others = (reads.transpose(1, 2), last.unsqueeze(2), checkpoints if keeps else None)
     memory = [(tuple(each.shape), each.stride(), each.dtype) for each in results]

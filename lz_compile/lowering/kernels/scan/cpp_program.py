@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 import torch
@@ -11,7 +11,8 @@ import torch
 from lz_compile.lowering.cpp.vectors import ELEMENTS, vectors
 from lz_compile.lowering.kernels.scan.cpp_backward import BACKWARD
 from lz_compile.lowering.kernels.scan.cpp_forward import FORWARD
-from lz_compile.lowering.kernels.scan.cpp_step import STEP
+from lz_compile.lowering.kernels.scan.cpp_step import AFTER_TERMS, BEFORE_TERMS
+from lz_compile.lowering.kernels.scan.cpp_terms import LEAF, Leaf, Recipe, leaves_source, terms_source
 from lz_compile.lowering.ops.scan import DIMS, DROPPED, DecayKind
 
 #: A block of columns has at most so many registers: three or four blocks are in use at once.
@@ -40,6 +41,8 @@ class Program:
         state_dtype: of the last state.
         lanes: elements of a vector register.
         vectors: registers of a block of columns.
+        recipe: how operands are computed that are not given.
+        leaves: what of.
     """
 
     decay: DecayKind
@@ -57,6 +60,8 @@ class Program:
     state_dtype: torch.dtype
     lanes: int
     vectors: int
+    recipe: Recipe = field(default_factory=Recipe)
+    leaves: tuple[Leaf, ...] = ()
 
     def source(self, *, backward: bool) -> str:
         """C++ with one function: ``scan_backward`` or ``scan_forward``."""
@@ -89,15 +94,19 @@ class Program:
                 f"constexpr Acc kDropped = {DROPPED};",
                 f"constexpr int64_t R = {self.rank}, R1 = {max(self.rank, 1)}, Q = {self.reads}, Q1 = {max(self.reads, 1)};",
                 *(f"constexpr bool {name} = {str(value).lower()};" for name, value in flags.items()),
+                leaves_source(self.leaves),
             ]
         )
 
 
 @lru_cache(maxsize=256)
 def _source(program: Program, backward: bool) -> str:
-    dtypes = [*dict(program.dtypes).values(), program.out_dtype, program.state_dtype]
+    leaves = [dtype for _, dtype in program.leaves]
+    dtypes = [*dict(program.dtypes).values(), *leaves, program.out_dtype, program.state_dtype]
     prelude = vectors(program.compute_dtype, program.lanes, program.vectors, dtypes)
-    return "\n".join((prelude, program.configuration(), STEP, BACKWARD if backward else FORWARD))
+    terms = (LEAF if program.leaves else "", terms_source(program.recipe, program.leaves))
+    step = (BEFORE_TERMS, *terms, AFTER_TERMS, BACKWARD if backward else FORWARD)
+    return "\n".join((prelude, program.configuration(), *step))
 
 
 def vectors_for(columns: int, lanes: int) -> int:

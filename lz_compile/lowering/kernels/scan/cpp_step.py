@@ -1,8 +1,8 @@
-"""C++ of one step of a scan, forward: what the passes in both directions share."""
+"""C++ of one step of a scan, forward: what the passes in both directions share. Terms of the state come in between."""
 
 from __future__ import annotations
 
-STEP = """
+BEFORE_TERMS = """
 struct Problem {
   int64_t B, H, T, K, V, chunk, panel, threads;
   View<const StateT> state;
@@ -12,6 +12,7 @@ struct Problem {
   View<const EraseT> erase;
   View<const DriveT> drive;
   View<const QueryT> query;
+  Leaves leaves;
   int64_t panels() const { return (V + panel - 1) / panel; }
   int64_t blocks() const { return (panel + kColumns - 1) / kColumns; }
   int64_t chunks() const { return (T + chunk - 1) / chunk; }
@@ -81,11 +82,13 @@ class Rows {
   Acc *left_[R1], *erase_[R1], *query_[Q1], *decay_, *drive_;
 };
 
+constexpr bool varies(Kind kind) { return kind == kValue || kind == kFull; }
+
 // A factor or summand of the state, for one row of it.
 template <Kind kind, class T> class Term {
  public:
   INLINE_MEMBER Term(const View<const T>& view, const Acc* shared, const Place& at) : shared_(shared) {
-    if constexpr (kind == kValue || kind == kFull) {
+    if constexpr (varies(kind)) {
       from_ = view.at(at.b, at.h, at.t) + at.column * view.s[4];
       rows_ = view.s[3], columns_ = view.s[4], count_ = at.count;
     }
@@ -105,6 +108,9 @@ template <Kind kind, class T> class Term {
   Block block_;
 };
 
+"""
+
+AFTER_TERMS = """
 // What a row of the state adds to what is read of it.
 INLINE void look(const Rows& rows, int64_t i, const Block& x, Block* found) {
   if constexpr (kQuery) {
@@ -125,7 +131,7 @@ template <bool kReads>
 INLINE void advance(const Problem& p, const Rows rows, const Place& at, const Block* from, Block* to, Block* written,
                     Block* reads) {
   Block put[R1], found[Q1];
-  const Term<kDecay, DecayT> decay(p.decay, rows.decay, at);
+  const DecayTerm decay(p, rows, at);
   for (int64_t r = 0; r < R; ++r) {
     put[r] = load(p.right.at(at.b, at.h, at.t) + r * p.right.s[3] + at.column * p.right.s[4], p.right.s[4], at.count);
     if constexpr (kErase) {
@@ -141,7 +147,7 @@ INLINE void advance(const Problem& p, const Rows rows, const Place& at, const Bl
     }
   }
   for (int64_t q = 0; q < Q; ++q) found[q] = zero();
-  const Term<kDrive, DriveT> drive(p.drive, rows.drive, at);
+  const DriveTerm drive(p, rows, at);
   for (int64_t i = 0; i < p.rows(); ++i) {
     Block x = from[i];
     if constexpr (kReads && kBefore) look(rows, i, x, found);

@@ -11,11 +11,14 @@ from typing import Any
 
 import torch
 
+from lz_compile.lowering import inductor
 from lz_compile.lowering.encoded_attributes import decode, encode
 from lz_compile.lowering.kernel_operator import signed
 from lz_compile.lowering.kernels.scan import cpp_launch as launch
+from lz_compile.lowering.kernels.scan.computed import compute_while_scanning
 from lz_compile.lowering.kernels.scan.cpp_ahead import build_ahead
 from lz_compile.lowering.kernels.scan.cpp_launch import Launch
+from lz_compile.lowering.kernels.scan.cpp_terms import Recipe
 from lz_compile.lowering.opaque import define, opaque, pass_autograd, record
 from lz_compile.lowering.ops import scan as op
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs, reference
@@ -79,6 +82,32 @@ def _steps(x: Operands, steps: slice) -> Operands:
     return Operands(**{name: each if each.shape[2] == 1 else each[:, :, steps] for name, each in given.items()})
 
 
+# ---- forward, with operands that are computed meanwhile ---------------------------------------------------------------
+
+
+def _computed(*given: Any) -> launch.Results:
+    """The same, of which some operands are None: a recipe says what they are of smaller tensors."""
+    operands, (leaves, recipe, attrs, chunk, keeps) = given[:_COUNT], given[_COUNT:]
+    known = decode(Recipe, recipe)
+    return launch.forward(operands, decode(ScanAttrs, attrs), chunk, keeps=keeps, recipe=known, leaves=leaves)
+
+
+def _made(*given: Any) -> Sequence[Any]:
+    """What :func:`_forward` is given, with these operands computed by PyTorch."""
+    operands, (leaves, recipe, *others) = given[:_COUNT], given[_COUNT:]
+    made = decode(Recipe, recipe).of(leaves)
+    return (*(made.get(name, each) for name, each in zip(_NAMES, operands, strict=True)), *others)
+
+
+def _computed_fake(*given: Any) -> launch.Results:
+    x, attrs, chunk, keeps = _called(_made(*given))
+    return Launch(x, attrs, chunk).results(keeps)
+
+
+def _computed_fallback(*given: Any) -> launch.Results:
+    return _forward_fallback(*_made(*given))
+
+
 # ---- backward --------------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +166,16 @@ _run = opaque(
     fallback=_forward_fallback,
     kernel_id=_KERNEL_ID,
 )
+opaque(
+    "computed_scan_forward",
+    signed(
+        _computed, op, {}, {"leaves": Sequence[torch.Tensor], "recipe": str, **_LAST, "keeps": bool}, launch.Results
+    ),
+    _computed_fake,
+    fallback=_computed_fallback,
+    kernel_id=_KERNEL_ID,
+)
+inductor.before_lowering.append(compute_while_scanning)
 _run_back = opaque(
     "rolled_scan_backward",
     signed(_backward, op, _FIRST, {**_LAST, "wanted": Sequence[bool]}, list[torch.Tensor]),

@@ -1,0 +1,219 @@
+"""Finds what a scan could compute itself, in a graph that Inductor compiles next: products larger than their factors.
+
+A factor or summand is followed upwards, with which of its dimensions is batch, head, step, row or column of the state.
+What has fewer of these is a leaf, which the scan reads; arithmetic in between becomes lines of a :class:`Recipe`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import fx
+
+from lz_compile.ground.sizes import is_one, shape_of
+from lz_compile.lowering.encoded_attributes import encode
+from lz_compile.lowering.kernels.scan.cpp_terms import FUNCTIONS, Line, Recipe, compute_dtype
+from lz_compile.lowering.ops.scan import Operands
+
+#: For each dimension of a tensor, which one it is of the scan's: batch, head, step, row or column (0 to 4), or of size one.
+Dims: TypeAlias = tuple[int | None, ...]
+_Leaves: TypeAlias = dict[tuple[fx.Node, Dims], str]
+
+_STEP, _ROW, _COLUMN = 2, 3, 4
+_aten = torch.ops.aten
+_ARITHMETIC: Mapping[Any, str] = {
+    overload: name
+    for name in FUNCTIONS
+    for overload in (getattr(getattr(_aten, name), each, None) for each in ("default", "Tensor"))
+    if overload is not None
+}
+#: What adds and removes dimensions of size one, and may do more.
+_RESHAPES = frozenset(
+    {
+        *(_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.unsqueeze.default),
+        *(_aten.squeeze.dim, _aten.squeeze.dims, _aten.clone.default, _aten.expand.default),
+    }
+)
+
+
+class _NotSmallerError(Exception):
+    """An operand is not made of smaller tensors, or not by arithmetic that the scan knows."""
+
+
+@dataclass
+class _Reading:
+    """One operand: its leaves (shared with the other one), its lines, and the calls that they stand for."""
+
+    full: frozenset[int]
+    dtype: torch.dtype
+    leaves: _Leaves
+    lines: list[Line] = field(default_factory=list)
+    calls: set[fx.Node] = field(default_factory=set)
+    known: dict[tuple[fx.Node, Dims], str] = field(default_factory=dict)
+
+    def value(self, given: Any, dims: Dims) -> str | float:
+        """What a line is given for a node or number.
+
+        Raises:
+            _NotSmallerError: see there.
+        """
+        if not isinstance(given, fx.Node):
+            return _number(given)
+        if (given, dims) not in self.known:
+            self.known[given, dims] = self._read(given, dims)
+        return self.known[given, dims]
+
+    def _read(self, node: fx.Node, dims: Dims) -> str:
+        value = node.meta.get("val")
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+            raise _NotSmallerError
+        if frozenset(dims) - {None} != self.full:
+            return self.leaves.setdefault((node, dims), f"x{len(self.leaves)}")
+        self.calls.add(node)
+        if node.target is torch.ops.prims.convert_element_type.default:
+            return self._widened(node, dims)
+        moved = _moved(node, dims)
+        if moved is not None:
+            return str(self.value(*moved))
+        name = _ARITHMETIC.get(node.target)
+        if name is None or node.kwargs or value.dtype != self.dtype:
+            raise _NotSmallerError
+        self.lines.append((name, *[self.value(each, _broadcast(each, dims)) for each in node.args]))
+        return f"y{len(self.lines) - 1}"
+
+    def _widened(self, node: fx.Node, dims: Dims) -> str:
+        source, kind = node.args[0], node.meta["val"].dtype
+        assert isinstance(source, fx.Node)
+        if kind != self.dtype or torch.promote_types(source.meta["val"].dtype, kind) != kind:
+            raise _NotSmallerError
+        return str(self.value(source, dims))
+
+
+def _number(given: Any) -> float:
+    if isinstance(given, (int, float)) and not isinstance(given, bool) and math.isfinite(given):
+        return float(given)
+    raise _NotSmallerError
+
+
+def _broadcast(operand: Any, dims: Dims) -> Dims:
+    """The dimensions of an operand of arithmetic whose result has these."""
+    value = operand.meta.get("val") if isinstance(operand, fx.Node) else None
+    if not isinstance(value, torch.Tensor):
+        return ()
+    own = dims[len(dims) - value.dim() :]
+    return tuple(None if is_one(size) else dim for size, dim in zip(shape_of(value), own, strict=True))
+
+
+def _moved(node: fx.Node, dims: Dims) -> tuple[fx.Node, Dims] | None:
+    """What a call shows in another shape, and its dimensions; None where it is no such call.
+
+    Raises:
+        _NotSmallerError: it joins dimensions, or cuts them.
+    """
+    source = node.args[0] if node.args else None
+    value = source.meta.get("val") if isinstance(source, fx.Node) else None
+    if not isinstance(source, fx.Node) or not isinstance(value, torch.Tensor):
+        return None
+    if node.target is _aten.permute.default:
+        order = [each % len(dims) for each in node.args[1]]  # type: ignore[union-attr, operator]
+        return source, tuple(dims[order.index(place)] for place in range(len(dims)))
+    if node.target is _aten.expand.default:
+        return source, _broadcast(source, dims)
+    if node.target not in _RESHAPES:
+        return None
+    shown = [(size, dim) for size, dim in zip(shape_of(node.meta["val"]), dims, strict=True) if not is_one(size)]
+    if [size for size, _ in shown] != [size for size in shape_of(value) if not is_one(size)]:
+        raise _NotSmallerError
+    left = iter(dim for _, dim in shown)
+    return source, tuple(None if is_one(size) else next(left) for size in shape_of(value))
+
+
+# ---- the change ------------------------------------------------------------------------------------------------------
+
+
+def compute_while_scanning(module: fx.GraphModule) -> None:
+    """Let scans compute what is only made for them, of tensors that are smaller, in place."""
+    given = torch.ops.layerzero.rolled_scan_forward_kernel.default
+    before = itertools.takewhile(
+        lambda node: not _writes(node), list(module.graph.nodes)
+    )  # inputs are written to at last
+    if [node for node in before if node.target is given and _change(node)]:
+        module.recompile()
+
+
+def _writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _change(node: fx.Node) -> bool:
+    readings, leaves = _readings(node)
+    if not readings:
+        return False
+    operands = [None if name in readings else each for name, each in zip(Operands.names, node.args, strict=False)]
+    recipe = encode(Recipe(**{name: tuple(each.lines) for name, each in readings.items()}))
+    with node.graph.inserting_before(node):
+        given = [_canonical(each, dims) for each, dims in leaves]
+        target = torch.ops.layerzero.computed_scan_forward_kernel.default
+        found = node.graph.call_function(target, (*operands, given, recipe, *node.args[len(operands) :]))
+    found.meta.update(node.meta)
+    node.replace_all_uses_with(found)
+    node.graph.erase_node(node)
+    for call in sorted({call for each in readings.values() for call in each.calls}, reverse=True):
+        node.graph.erase_node(call)
+    return True
+
+
+def _readings(node: fx.Node) -> tuple[dict[str, _Reading], _Leaves]:
+    """The operands that a scan can compute, none of which anybody else reads, and what of."""
+    names = ["decay", "drive"]
+    while True:
+        leaves: _Leaves = {}
+        found = {name: each for name in names if (each := _reading(node, name, leaves)) is not None}
+        calls = {call for each in found.values() for call in each.calls}
+        read = {call for call in calls if not calls.union([node]).issuperset(call.users)}
+        own = [name for name, each in found.items() if read.isdisjoint(each.calls)]
+        if own == names:
+            break
+        names = own
+    wide = compute_dtype([each.meta["val"] for each, _ in leaves])
+    return (found if all(each.dtype == wide for each in found.values()) else {}), leaves
+
+
+def _reading(node: fx.Node, name: str, leaves: _Leaves) -> _Reading | None:
+    operand = node.args[Operands.names.index(name)]
+    if not isinstance(operand, fx.Node) or node.args.count(operand) > 1:
+        return None
+    sizes = shape_of(operand.meta["val"])
+    dims = tuple(None if is_one(size) else place for place, size in enumerate(sizes))
+    reading = _Reading(frozenset(dims) - {None}, operand.meta["val"].dtype, leaves)
+    if not {_STEP, _ROW, _COLUMN} <= reading.full:
+        return None
+    try:
+        reading.value(operand, dims)
+    except _NotSmallerError:
+        return None
+    return reading if reading.lines else None
+
+
+def _canonical(leaf: fx.Node, dims: Dims) -> fx.Node:
+    """A leaf as batch, head, step, row and column, side by side where all steps read it anew."""
+    own = [dim for dim in dims if dim is not None]
+    found = _called(_aten.squeeze.dims, leaf, [place for place, dim in enumerate(dims) if dim is None])
+    found = _called(_aten.permute.default, found, sorted(range(len(own)), key=own.__getitem__))
+    for place in range(5):
+        if place not in own:
+            found = _called(_aten.unsqueeze.default, found, place)
+    if {_ROW, _COLUMN} <= set(own):
+        found = _called(_aten.clone.default, found, memory_format=torch.contiguous_format)
+    return found
+
+
+def _called(target: Any, source: fx.Node, *given: Any, **options: Any) -> fx.Node:
+    found = source.graph.call_function(target, (source, *given), options)
+    found.meta["val"] = target(source.meta["val"], *given, **options)
+    return found

@@ -1,0 +1,307 @@
+"""Scans that compute their factors and summands: the C++ against PyTorch, and which calls of a graph they stand for."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.utils import run_and_get_code
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import lz_compile as lz
+from lz_compile.ground import events
+from lz_compile.lowering.encoded_attributes import encode
+from lz_compile.lowering.kernels.scan import rolled
+from lz_compile.lowering.kernels.scan.computed import compute_while_scanning
+from lz_compile.lowering.kernels.scan.cpp_terms import FUNCTIONS, Recipe
+from lz_compile.lowering.ops.scan import Operands, ScanAttrs
+
+B, T, D, N = 2, 7, 19, 4
+COMPUTED = torch.ops.layerzero.computed_scan_forward_kernel.default
+GIVEN = torch.ops.layerzero.rolled_scan_forward_kernel.default
+
+# ---- the C++ ---------------------------------------------------------------------------------------------------------
+
+
+def lines(chance: random.Random, leaves: int) -> tuple[Any, ...]:
+    """Some lines, the last of which reads every leaf; what is exponentiated stays small."""
+    found: list[Any] = []
+    for i in range(leaves):
+        found.append((chance.choice(["exp", "sigmoid", "neg"]), f"x{i}"))
+    for i in range(1, leaves):
+        name = chance.choice(["add", "sub", "mul"])
+        found.append((name, f"y{len(found) - 1}" if i > 1 else "y0", f"y{i}"))
+    last = f"y{len(found) - 1}"
+    return (*found, *chance.choice([(), (("mul", last, 0.5),), (("sub", 1, last),), (("div", last, 2.0),)]))
+
+
+def leaf(chance: random.Random, dtype: torch.dtype) -> Tensor:
+    """Of a scan, with a random set of its dimensions and random strides, smaller than all of them."""
+    sizes = (B, 2, T, N, D)
+    kept = chance.choice([(0, 1, 2, 4), (2, 3), (3, 4), (0, 1, 2, 3), (4,), (0, 2), ()])
+    shape = [size if place in kept else 1 for place, size in enumerate(sizes)]
+    order = chance.sample(range(5), 5)
+    value = torch.randn([shape[place] for place in order]).clamp(-2, 2).to(dtype)
+    return value.permute([order.index(place) for place in range(5)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("seed", range(3))
+def test_lines_over_any_leaves_give_what_pytorch_computes(seed: int, dtype: torch.dtype) -> None:
+    chance = random.Random(seed)
+    torch.manual_seed(seed)
+    count = chance.choice([2, 3])
+    kinds = [dtype] * count if chance.random() < 0.5 else [dtype, *([torch.bfloat16] * (count - 1))]
+    leaves = [torch.randn(B, 2, T, N, 1, dtype=dtype), torch.randn(1, 1, T, 1, D, dtype=dtype)]
+    leaves += [leaf(chance, each) for each in kinds]
+    names = chance.choice([("decay",), ("drive",), ("decay", "drive")])
+    recipe = Recipe(**{name: (*lines(chance, len(leaves)),) for name in names})
+    query = torch.randn(B, 2, T, 1, N, dtype=dtype)
+    x = Operands(query=query, **({"decay": torch.rand(B, 2, T, N, 1, dtype=dtype)} if "decay" not in names else {}))
+    attrs = ScanAttrs(compute_dtype=dtype, out_dtype=dtype, state_dtype=dtype)
+    given = (*x.flat(), leaves, encode(recipe), encode(attrs), 3, True)
+    with events.collect() as happened:
+        found = rolled._computed(*given)
+    bound = {"rtol": 1e-11, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 2e-4, "atol": 2e-4}
+    for one, other in zip(found, rolled._computed_fallback(*given), strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True, **bound)
+    assert not happened
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2.5e-7), (torch.float64, 4.5e-16)])
+def test_exponentials_are_within_two_units_of_the_last_place_wherever_they_are(
+    dtype: torch.dtype, bound: float
+) -> None:
+    widest = 90.0 if dtype == torch.float32 else 711.0
+    edges = torch.tensor([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1e-30, widest, -widest, -1e30, 1e30])
+    values = torch.cat([edges.double(), torch.linspace(-widest, widest, 4086, dtype=torch.float64)]).to(dtype)
+    rows = values.reshape(1, 1, 64, 1, 64)
+    recipe = Recipe(drive=(("add", "x0", "x1"), ("exp", "y0")), decay=(("mul", "x1", 0.0), ("mul", "y0", 0.0)))
+    attrs = ScanAttrs(compute_dtype=dtype, out_dtype=dtype, state_dtype=dtype)
+    leaves, query = (
+        [rows, torch.zeros(1, 1, 64, 2, 1, dtype=dtype)],
+        torch.full((1, 1, 1, 1, 2), 0.5, dtype=dtype),
+    )
+    found = rolled._computed(*Operands(query=query).flat(), leaves, encode(recipe), encode(attrs), 64, False)[0]
+    wanted, seen = values.exp(), []
+    state = torch.zeros(64, dtype=dtype)
+    for each, row in zip(wanted.reshape(64, 64), found.reshape(64, 64), strict=True):
+        state = state * 0.0 + each  # a NaN stays, as an infinity does
+        seen.append((row, state.clone()))
+    for row, expected in seen:
+        torch.testing.assert_close(
+            row, expected, rtol=bound, atol=3e-45 if dtype == torch.float32 else 1e-323, equal_nan=True
+        )
+
+
+def test_every_function_is_one_of_atens() -> None:
+    from lz_compile.lowering.kernels.scan import computed
+
+    assert set(computed._ARITHMETIC.values()) == FUNCTIONS.keys()
+
+
+# ---- which calls they stand for --------------------------------------------------------------------------------------
+
+
+def scanned(decay: Tensor, fed: Tensor, c: Tensor) -> Tensor:
+    """A scan over ``[B, T, N, D]``, as the recogniser emits it."""
+    x = Operands(decay=decay.unsqueeze(1), drive=fed.unsqueeze(1), query=c[:, None, :, None, :])
+    return rolled.scan(x, ScanAttrs())[0]
+
+
+Model = Callable[..., Any]
+
+
+def traced(model: Model, given: tuple[Tensor, ...], mode: str = "fake") -> tuple[fx.GraphModule, fx.GraphModule]:
+    """A graph as Inductor gets it, and as it is after the change."""
+    with torch.no_grad():
+        before, after = (
+            make_fx(torch.func.functionalize(model), select_decomp_table(), mode)(*given) for _ in range(2)
+        )
+    for each in (before, after):
+        each.graph.eliminate_dead_code()
+    compute_while_scanning(after)
+    after.graph.lint()
+    return before, after
+
+
+def inputs() -> tuple[Tensor, ...]:
+    torch.manual_seed(0)
+    return torch.randn(B, T, D), torch.rand(B, T, D), torch.randn(B, T, N), torch.randn(B, T, N), -torch.rand(D, N)
+
+
+def plain(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    decay, fed = torch.exp(dt[..., None] * a), (dt * x)[..., None] * b[:, :, None]
+    return scanned(decay.transpose(2, 3), fed.transpose(2, 3), c)
+
+
+def in_place(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    decay = dt.unsqueeze(-1).expand(B, T, D, N).clone()
+    decay.mul_(a).exp_()
+    fed = dt[..., None] * b[:, :, None] * x[..., None]
+    return scanned(decay.transpose(2, 3), fed.transpose(2, 3), c)
+
+
+def channels_first(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    x, dt = x.transpose(1, 2), dt.transpose(1, 2)
+    decay = torch.exp(a[None, :, None, :] * dt[:, :, :, None])
+    fed = dt[:, :, :, None] * b[:, None].float() * x[:, :, :, None].float()
+    return scanned(decay.permute(0, 2, 3, 1), fed.permute(0, 2, 3, 1), c)
+
+
+def by_einsum(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    decay, fed = torch.einsum("btd,dn->btnd", dt, a).exp(), torch.einsum("btd,btn,btd->btnd", dt, b, x)
+    return scanned(decay, fed, c)
+
+
+def shared(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    decay = torch.exp(dt[..., None] * a)
+    fed = (decay - 1) / a * b[:, :, None] * x[..., None]
+    return scanned(decay.transpose(2, 3), fed.transpose(2, 3), c)
+
+
+def gated(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    decay = torch.sigmoid(dt[..., None] + a)
+    fed = (1 - decay) * -(x[..., None] * b[:, :, None].reciprocal())
+    return scanned(decay.transpose(2, 3), fed.transpose(2, 3), c)
+
+
+def written_over(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    found = plain(x, dt, b, c, a)
+    dt.zero_()
+    return found
+
+
+def narrow(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    return plain(x.bfloat16().float(), dt, b.bfloat16().float(), c, a)
+
+
+@pytest.mark.parametrize("mode", ["fake", "symbolic"])
+@pytest.mark.parametrize(
+    "model",
+    [plain, in_place, channels_first, by_einsum, shared, gated, written_over, narrow],
+    ids=lambda each: each.__name__,
+)
+def test_what_is_made_of_smaller_tensors_is_computed_by_the_scan(model: Model, mode: str) -> None:
+    given = inputs()
+    before, after = traced(model, given, mode)
+    (call,) = after.graph.find_nodes(op="call_function", target=COMPUTED)
+    names = dict(zip(Operands.names, call.args, strict=False))
+    assert names["decay"] is None
+    assert names["drive"] is None
+    assert not any(
+        isinstance(each.meta.get("val"), Tensor) and each.meta["val"].numel() >= B * T * D * N
+        for each in after.graph.nodes
+    )
+    twice = [[each.clone() for each in given] for _ in range(2)]
+    torch.testing.assert_close(after(*twice[0]), before(*twice[1]), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(*twice)
+
+
+def read_again(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Any:
+    decay, fed = torch.exp(dt[..., None] * a).transpose(2, 3), (x[..., None] * b[:, :, None]).transpose(2, 3)
+    return scanned(decay, fed, c), decay.sum()
+
+
+def as_large(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    decay = torch.exp(dt[..., None] * a).transpose(2, 3).cumsum(1)
+    return scanned(torch.exp(-decay), (x[..., None] * b[:, :, None]).transpose(2, 3), c)
+
+
+def rounded(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    decay = torch.exp((dt[..., None] * a).bfloat16().float())
+    return scanned(decay.transpose(2, 3), (x[..., None] * b[:, :, None]).transpose(2, 3), c)
+
+
+def unknown(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    decay = torch.where(dt[..., None] > 0.5, torch.tanh(dt[..., None] * a), 0.0)
+    return scanned(decay.transpose(2, 3), (x[..., None] * b[:, :, None]).transpose(2, 3), c)
+
+
+def cut(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    """Rows and columns are joined, and cut at other places."""
+    decay = torch.exp(dt[..., None] * a).reshape(B, T, N, D)
+    return scanned(decay, (x[..., None] * b[:, :, None]).transpose(2, 3), c)
+
+
+def infinite(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    decay = torch.exp(dt[..., None] * a * torch.inf)
+    return scanned(decay.transpose(2, 3), (x[..., None] * b[:, :, None]).transpose(2, 3), c)
+
+
+@pytest.mark.parametrize(
+    "model", [read_again, as_large, rounded, unknown, cut, infinite], ids=lambda each: each.__name__
+)
+def test_what_somebody_else_reads_or_is_no_arithmetic_is_given(model: Model) -> None:
+    given = inputs()
+    before, after = traced(model, given)
+    (call,) = after.graph.find_nodes(op="call_function", target=COMPUTED)
+    assert isinstance(call.args[Operands.names.index("decay")], fx.Node)
+    assert call.args[Operands.names.index("drive")] is None
+    torch.testing.assert_close(after(*given), before(*given), rtol=1e-4, atol=1e-5, equal_nan=True)
+
+
+def test_a_graph_that_writes_to_memory_before_the_scan_is_left_alone() -> None:
+    given = inputs()
+    with torch.no_grad():
+        module = make_fx(written_over, select_decomp_table(), "fake")(*given)
+    first = next(each for each in module.graph.nodes if each.op != "placeholder")
+    with module.graph.inserting_before(first):
+        module.graph.call_function(torch.ops.aten.zero_.default, (first.args[0],))
+    compute_while_scanning(module)
+    assert module.graph.find_nodes(op="call_function", target=GIVEN)
+
+
+def test_scans_without_rows_and_those_that_share_a_factor_stay_as_they_are() -> None:
+    def twice(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+        decay, fed = torch.exp(dt[..., None] * a).transpose(2, 3), (x[..., None] * b[:, :, None]).transpose(2, 3)
+        return scanned(decay, fed, c) + scanned(decay, fed, b)
+
+    def rowless(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+        decay, drive = (dt[:, :, None, None] * each for each in (x[:1, :, None, None], x[:, :1, None, None]))
+        return rolled.scan(Operands(decay=decay.transpose(1, 2), drive=drive.transpose(1, 2)), ScanAttrs())[0]
+
+    for model in (twice, rowless):
+        before, after = traced(model, inputs())
+        assert not after.graph.find_nodes(op="call_function", target=COMPUTED)
+        assert len(after.graph.nodes) == len(before.graph.nodes)
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+def mamba(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    decay, fed = torch.exp(dt[..., None] * a), (dt * x)[..., None] * b[:, :, None, :]
+    state, found = x.new_zeros(x.shape[0], x.shape[-1], b.shape[-1]), []
+    for t in range(x.shape[1]):
+        state = decay[:, t] * state + fed[:, t]
+        found.append(torch.matmul(state, c[:, t, :, None])[..., 0])
+    return torch.stack(found, 1)
+
+
+def sizes(batch: int, steps: int) -> tuple[Tensor, ...]:
+    wide, narrow = torch.rand(2, batch, steps, 33), torch.randn(2, batch, steps, 5)
+    return (*wide.unbind(), *narrow.unbind(), -torch.rand(33, 5))
+
+
+def test_a_loop_is_compiled_once_for_all_lengths_and_trains_as_before() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lz.roll_loops(mamba, *sizes(2, 6)), backend="layerzero", dynamic=True)
+    with events.collect() as happened:
+        with torch.no_grad():
+            _, code = run_and_get_code(compiled, *sizes(2, 12))
+            for batch, steps in ((2, 70), (3, 9)):
+                given = sizes(batch, steps)
+                torch.testing.assert_close(compiled(*given), mamba(*given), rtol=1e-4, atol=1e-5)
+        given = tuple(each.requires_grad_() for each in sizes(2, 12))
+        found, wanted = compiled(*given), mamba(*given)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        gradients = [torch.autograd.grad(each.sin().sum(), given) for each in (found, wanted)]
+        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-4)
+    assert sum("computed_scan_forward_kernel" in each for each in code) == 1
+    assert not happened
