@@ -33,12 +33,13 @@ ROOT = Path(__file__).resolve().parent.parent
 CHILD = """
 import itertools, json, os, sys, torch, lz_compile
 from torch._dynamo.utils import counters
+import lz_compile.compile.compiler, lz_compile.ground.store
 from lz_compile.ground import fingerprint
-if "TEST_SOURCE_HASH" in os.environ:
-    import lz_compile.compile.compiler, lz_compile.ground.store
-    for module in (fingerprint, lz_compile.compile.compiler, lz_compile.ground.store):
-        module.source_hash = lambda: os.environ["TEST_SOURCE_HASH"]
 from lz_compile.backend import layerzero
+
+def another_source():
+    for module in (fingerprint, lz_compile.compile.compiler, lz_compile.ground.store):
+        module.source_hash = lambda: "changed"
 
 def attention(query, key, value):
     return (query @ key.transpose(-2, -1) * 0.25).softmax(-1) @ value
@@ -53,11 +54,14 @@ def run(requires_grad, backend, options):
         torch.testing.assert_close(torch.autograd.grad(out.sum(), args), expected)
 
 found = {}
-for lock, (name, requires_grad) in itertools.product(sys.argv[1:], (("inference", False), ("training", True))):
+for case, (name, requires_grad) in itertools.product(sys.argv[1:], (("inference", False), ("training", True))):
+    lock, *changes = case.split(" of ")
+    if changes:
+        another_source()
     torch._dynamo.reset()
     counters.clear()
     run(requires_grad, layerzero, {"layerzero.lock": {"attention": lock}})
-    found.setdefault(lock, {})[name] = {
+    found.setdefault(case, {})[name] = {
         "fx_hit": counters["inductor"]["fxgraph_cache_hit"],
         "fx_miss": counters["inductor"]["fxgraph_cache_miss"],
         "fx_bypass": counters["inductor"]["fxgraph_cache_bypass"],
@@ -78,18 +82,17 @@ class Process:
 
     directory: Path
 
-    def run(self, *locks: str, source_hash: str | None = None) -> list[dict[str, dict]]:
-        """What is found with one kernel after another."""
+    def run(self, *cases: str) -> list[dict[str, dict]]:
+        """What is found with one kernel after another, of another source where that is said."""
         given = {
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "TORCHINDUCTOR_CACHE_DIR": str(self.directory / "inductor"),
             **known_instruction_sets(),
             "LAYERZERO_CACHE_DIR": str(self.directory / "layerzero"),
-            **({} if source_hash is None else {"TEST_SOURCE_HASH": source_hash}),
         }
         done = subprocess.run(
-            [sys.executable, "-c", CHILD, *locks], env=given, capture_output=True, text=True, check=False
+            [sys.executable, "-c", CHILD, *cases], env=given, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
         return list(json.loads(done.stdout.splitlines()[-1]).values())
@@ -97,13 +100,12 @@ class Process:
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
-    """The processes that the tests below ask about, each run once; all share their caches."""
+    """What the tests below ask about: two processes, one after the other, which share their caches."""
     process = Process(tmp_path_factory.mktemp("caches"))
-    first, second = process.run("torch.sdpa"), process.run("torch.sdpa")
-    others = process.run("lz.blocked", "inductor")
-    changed, again = (process.run("torch.sdpa", source_hash="changed") for _ in range(2))
-    names = "first", "second", "other_lock", "untouched", "other_source", "other_source_again"
-    return dict(zip(names, [*first, *second, *others, *changed, *again], strict=True))
+    first = process.run("torch.sdpa", "lz.blocked", "inductor", "torch.sdpa of another source")
+    second = process.run("torch.sdpa", "torch.sdpa of another source")
+    names = "first", "other_lock", "untouched", "other_source", "second", "other_source_again"
+    return dict(zip(names, [*first, *second], strict=True))
 
 
 MODES = ["inference", "training"]

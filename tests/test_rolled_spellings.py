@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from test_roll_loops import Graphs, compiled, runs_like, same
+from test_roll_loops import Graphs, compiled, same
 from torch import Tensor, nn
 
 import lz_compile as lz
@@ -212,13 +212,14 @@ def test_what_people_write_is_rolled_once_for_all_lengths(function, inputs):
     run = torch.compile(rolled, backend=backend, dynamic=True)
     for steps in (9, 12, 30):
         given = inputs(steps)
-        same(run(*given), function(*given))
+        expected = function(*given)
+        same(run(*given), expected)
+        same(rolled(*given), expected)
     assert len(count) == graphs.scans == 1
-    assert runs_like(function, rolled, *inputs(9)) == 1
 
 
 @pytest.mark.parametrize(
-    ("function", "inputs"), SPELLINGS[:4] + SPELLINGS[5:7], ids=lambda each: getattr(each, "__name__", "")
+    ("function", "inputs"), [SPELLINGS[0], *SPELLINGS[2:4], SPELLINGS[5]], ids=lambda each: getattr(each, "__name__", "")
 )
 def test_they_are_trained(function, inputs):
     rolled = lz.roll_loops(function, *inputs(7))
