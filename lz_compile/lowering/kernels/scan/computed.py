@@ -190,7 +190,7 @@ def _reading(node: fx.Node, name: str, leaves: _Leaves) -> _Reading | None:
         return None
     sizes = shape_of(operand.meta["val"])
     dims = tuple(None if is_one(size) else place for place, size in enumerate(sizes))
-    reading = _Reading(frozenset(dims) - {None}, operand.meta["val"].dtype, leaves)
+    reading = _Reading(frozenset(each for each in dims if each is not None), operand.meta["val"].dtype, leaves)
     if not {_STEP, _ROW, _COLUMN} <= reading.full:
         return None
     try:

@@ -211,7 +211,7 @@ def forward(
     """
     key = _layouts(operands), attrs, chunk, keeps, torch.get_num_threads(), recipe, _layouts(leaves)
     function, numbers, (reads, last, checkpoints) = _forward(*key)
-    results = cpp_builds.empty_cpu(*reads), inductor.empty_cpu(*last), inductor.empty_cpu(*checkpoints)
+    results = cpp_builds.empty_cpu(*reads), cpp_builds.empty_cpu(*last), cpp_builds.empty_cpu(*checkpoints)
     _call(function, (*operands, *(results if keeps else (*results[:2], None)), *leaves), numbers)
     return results
 
