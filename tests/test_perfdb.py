@@ -154,23 +154,15 @@ def test_a_curve_meets_nested_entries_one_by_one_and_tells_types_apart(database)
     assert not is_met({"is_causal": {}})
 
 
-def test_invalidated_measurements_are_not_found_until_they_are_measured_again(database):
-    database.put([record("a"), record("b"), record("b", operation="attention.full")])
-    assert database.invalidate(kernel_id="b", operation=ATTENTION) == 1
-    assert database.invalidate(kernel_id="b", operation=ATTENTION) == 0
+def test_measurements_that_are_marked_as_invalid_are_not_found_until_they_are_measured_again(database, path):
+    database.put([record("a"), record("b")])
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE perf_records SET valid=0 WHERE kernel_id='b'")
+    connection.close()
     assert found(database) == [("a", 64, 100.0)]
+    assert [database.statistics()[name] for name in ("rows", "valid_rows")] == [2, 1]
     database.put([record("b", median_us=2.0)])
     assert found(database) == [("a", 64, 100.0), ("b", 64, 2.0)]
-    assert database.invalidate(environment="there") == 0
-    assert database.invalidate() == 3
-    assert found(database) == []
-
-
-def test_nothing_is_left_after_clearing(database):
-    database.put([record()])
-    database.clear()
-    assert found(database) == []
-    assert database.statistics()["rows"] == 0
 
 
 @pytest.mark.parametrize(
@@ -222,9 +214,7 @@ RECORDS = st.builds(
 STEPS = st.lists(
     st.one_of(
         st.tuples(st.just("put"), st.lists(RECORDS, max_size=6)),
-        st.tuples(st.just("invalidate"), st.fixed_dictionaries({}, optional={"kernel_id": st.just("a")})),
         st.tuples(st.just("reopen"), st.none()),
-        st.tuples(st.just("clear"), st.none()),
     ),
     max_size=8,
 )
@@ -244,16 +234,9 @@ def test_a_lookup_returns_what_a_dictionary_would(steps):
                 for r in argument:
                     if _key(r) not in model or r.measured_at >= model[_key(r)].measured_at:
                         model[_key(r)] = r
-            elif step == "invalidate":
-                hit = [k for k, r in model.items() if r.valid and r.kernel_id in argument.get("kernel_id", "ab")]
-                assert database.invalidate(**argument) == len(hit)
-                model.update({k: replace(model[k], valid=False) for k in hit})
-            elif step == "reopen":
-                database.close()
             else:
-                database.clear()
-                model.clear()
-            valid = sorted((r for r in model.values() if r.valid and r.environment == HERE), key=_key)
+                database.close()
+            valid = sorted((r for r in model.values() if r.environment == HERE), key=_key)
             assert database.lookup(ATTENTION, FLOAT32, HERE) == valid
             assert database.lookup(ATTENTION, FLOAT32, HERE, surroundings="gelu") == [
                 r for r in valid if r.surroundings == "gelu"
@@ -264,23 +247,6 @@ def test_a_lookup_returns_what_a_dictionary_would(steps):
 
 
 # ---- one process ---------------------------------------------------------------------------------------------------
-
-
-def test_the_version_changes_with_writes_and_not_with_reads(database, path):
-    seen = [database.version()]
-    assert found(database) == []
-    assert database.version() == seen[0]
-    database.put([record()])
-    seen.append(database.version())
-    with PerfDB(path) as other:
-        other.put([record("b")])
-    seen.append(database.version())
-    database.invalidate(kernel_id="b")
-    seen.append(database.version())
-    database.clear()
-    seen.append(database.version())
-    assert len(set(seen)) == len(seen) == 5
-    assert database.version() == seen[-1]
 
 
 def test_a_repeated_lookup_asks_the_file_once_until_somebody_writes(database, path, monkeypatch):
@@ -322,12 +288,11 @@ def test_threads_share_one_database(database):
 
 def test_statistics_describe_the_file(database, path):
     database.put([record("a"), record("b"), record("b", environment="there")])
-    database.invalidate(kernel_id="a")
     statistics = database.statistics()
     assert statistics.pop("bytes") > 0
     assert statistics == {
         "rows": 3,
-        "valid_rows": 2,
+        "valid_rows": 3,
         "kernels": 2,
         "environments": 2,
         "path": str(path),
@@ -438,7 +403,6 @@ def codes_of_use(database: PerfDB) -> list[str]:
     with events.collect() as log:
         database.put([record("after")])
         assert record("after").kernel_id in {r.kernel_id for r in database.lookup(ATTENTION, FLOAT32, HERE)}
-        database.invalidate(kernel_id="after")
     return codes(log)
 
 
@@ -463,10 +427,8 @@ def test_a_writer_killed_inside_a_transaction_leaves_nothing_of_it_and_others_go
 def test_what_another_process_writes_is_seen_at_once(database, path):
     database.put([record()])
     assert len(found(database)) == 1
-    version = database.version()
     run(WRITER, path, "other", 2)
     assert len(found(database)) == 11
-    assert database.version() != version
 
 
 FORK = """
@@ -599,7 +561,6 @@ def test_an_empty_file_is_a_new_database(path):
 
 def test_corruption_found_in_use_is_set_aside_with_its_wal_and_the_write_is_done(closed):
     with PerfDB(closed) as database:
-        assert database.version() >= 0
         database.put([record("in_the_wal", length=1)])
         assert closed.with_name("perfdb.sqlite-wal").stat().st_size > 0
         connection = database._opened.connection
@@ -608,7 +569,7 @@ def test_corruption_found_in_use_is_set_aside_with_its_wal_and_the_write_is_done
         connection.execute("PRAGMA shrink_memory")
         database.close()
         _page(closed)
-        assert database.version() >= 0  # opening reads only what is sound
+        assert database.exists  # opening reads only what is sound
         with events.collect() as log:
             database.put([record("new")])
             assert found(database) == [("new", 64, 100.0)]
@@ -780,35 +741,14 @@ def test_a_newer_version_that_creates_the_file_at_the_same_time_is_not_set_back(
     connection.close()
 
 
-SPECIFIED = """
-CREATE TABLE perf_records (
-    id INTEGER PRIMARY KEY, kernel_id TEXT NOT NULL, operation TEXT NOT NULL, device_id TEXT NOT NULL,
-    sm_version INTEGER NOT NULL, dtype TEXT NOT NULL, head_dim INTEGER NOT NULL, seq_bucket INTEGER NOT NULL,
-    batch_bucket INTEGER NOT NULL, median_us REAL NOT NULL, p95_us REAL NOT NULL, samples INTEGER NOT NULL,
-    variance_us REAL, warmup_ms REAL, kernel_version TEXT, layerzero_version TEXT, capabilities_hash TEXT,
-    power_state TEXT, measured_at TIMESTAMP, valid BOOLEAN DEFAULT TRUE,
-    UNIQUE(kernel_id, operation, device_id, sm_version, dtype, head_dim, seq_bucket, batch_bucket));
-CREATE INDEX idx_lookup ON perf_records(operation, device_id, sm_version, dtype, head_dim, seq_bucket, batch_bucket);
-INSERT INTO perf_records (kernel_id, operation, device_id, sm_version, dtype, head_dim, seq_bucket, batch_bucket,
-    median_us, p95_us, samples) VALUES
-    ('flash', 'attention.causal', 'A100', 80, 'float16', 64, 512, 1, 10, 12, 20),
-    ('flash', 'attention.causal', 'H100', 90, 'float16', 64, 512, 1, 5, 6, 20),
-    ('flash', 'attention.causal', 'H100', 90, 'float16', 64, 1024, 1, 9, 10, 20);
-"""
-
-
-def test_a_table_of_schema_0_is_migrated_and_matches_no_environment(path):
-    connection = sqlite3.connect(path)
-    connection.executescript(SPECIFIED)
+def test_another_table_of_that_name_is_set_aside(path):
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE perf_records (kernel_id TEXT, median_us REAL)")
     connection.close()
     with events.collect() as log, PerfDB(path) as database:
-        (old,) = database.lookup(ATTENTION, "float16", "unknown A100 sm80")
-        assert (old.kernel_id, old.median_us, old.valid) == ("flash", 10.0, True)
-        assert old.workload == canonical({"head_dim": 64, "seq_bucket": 512, "batch_bucket": 1})
-        assert len(database.curve(ATTENTION, "float16", "unknown H100 sm90", {"head_dim": 64})) == 2
         database.put([record()])
         assert len(found(database)) == 1
-    assert log == []
+    assert codes(log) == ["PERFDB_CORRUPT"]
 
 
 def _with_migration(monkeypatch: pytest.MonkeyPatch, migrate: sqlite_file.Migration) -> None:
@@ -849,9 +789,6 @@ def test_without_a_directory_measurements_stay_in_memory(tmp_path):
     with events.collect() as log, PerfDB(tmp_path / "file" / "perfdb.sqlite") as database:
         database.put([record()])
         assert len(found(database)) == 1
-        version = database.version()
-        assert database.invalidate() == 1
-        assert database.version() != version
         assert database.statistics()["journal_mode"] == "memory"
         assert database.statistics()["bytes"] == 0
     assert codes(log) == ["PERFDB_UNWRITABLE"]

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from lz_compile.ground import events, sqlite_file
-from lz_compile.ground.directories import cache_directory
+from lz_compile.ground.files import cache_directory
 from lz_compile.runtime.measure.perf_record import (
     COLUMNS,
     PerfRecord,
@@ -61,7 +61,6 @@ class PerfDB:
         self._opened: sqlite_file.Opened | None = None
         self._finalizer: weakref.finalize[..., Any] | None = None
         self._data_version = -1
-        self._version = 0
         self._memo: dict[tuple[str | None, ...], list[PerfRecord]] = {}
         _instances.add(self)
 
@@ -104,21 +103,13 @@ class PerfDB:
         text = workload if workload is None or isinstance(workload, str) else canonical(workload)
         return self._remembered((operation, environment, dtype, text, surroundings), {})
 
-    def curve(
-        self,
-        operation: str,
-        dtype: str,
-        environment: str,
-        match: Mapping[str, Any],
-        *,
-        surroundings: str | None = None,
-    ) -> list[PerfRecord]:
+    def curve(self, operation: str, dtype: str, environment: str, match: Mapping[str, Any]) -> list[PerfRecord]:
         """The valid measurements whose workload has the entries of ``match``, whatever its others: to interpolate.
 
         A mapping inside ``match`` is met entry by entry as well; every other value must be equal, type included.
         Ordered as by ``lookup``.
         """
-        return self._remembered((operation, environment, dtype, None, surroundings), json.loads(canonical(match)))
+        return self._remembered((operation, environment, dtype, None, None), json.loads(canonical(match)))
 
     def of(self, environments: Iterable[str]) -> list[PerfRecord]:
         """All valid measurements of some environments."""
@@ -129,23 +120,6 @@ class PerfDB:
     def everything(self) -> list[PerfRecord]:
         """All valid measurements."""
         return self._remembered((None,) * len(_KEY), {}) if self.exists else []
-
-    def invalidate(
-        self, *, kernel_id: str | None = None, operation: str | None = None, environment: str | None = None
-    ) -> int:
-        """How many measurements were marked as no longer valid: those of all that is given, every one without it."""
-        given = {"kernel_id": kernel_id, "operation": operation, "environment": environment}
-        chosen = {name: value for name, value in given.items() if value is not None}
-        statement = "UPDATE perf_records SET valid=0 WHERE valid" + "".join(f" AND {name}=?" for name in chosen)
-        return self._write(lambda connection: connection.execute(statement, tuple(chosen.values())).rowcount, 0)
-
-    def clear(self) -> None:
-        """Delete every measurement."""
-        self._write(lambda connection: connection.execute("DELETE FROM perf_records"), None)
-
-    def version(self) -> int:
-        """A count that changes whenever this or another process has written."""
-        return self._run(lambda _connection: self._version, self._version)
 
     def statistics(self) -> dict[str, Any]:
         """What the database holds and where, for people."""
@@ -193,7 +167,7 @@ class PerfDB:
             with sqlite_file.transaction(connection):
                 sqlite_file.refuse_newer(sqlite_file.user_version(connection), _LAYOUT)
                 result = action(connection)
-            self._changed()
+            self._memo.clear()
             return result
 
         return self._run(write, otherwise)
@@ -251,21 +225,17 @@ class PerfDB:
         if data_version != self._data_version:
             sqlite_file.refuse_newer(sqlite_file.user_version(connection), _LAYOUT)
             self._data_version = data_version
-            self._changed()
-
-    def _changed(self) -> None:
-        self._version += 1
-        self._memo.clear()
+            self._memo.clear()
 
 
-def path_of(setting: str | None) -> Path:
+def path_of(setting: str | Path | None) -> Path:
     """Where the measurements are: as set, by default in this user's cache directory."""
     return cache_directory() / "perfdb.sqlite" if setting is None else Path(setting).expanduser()
 
 
-def database(path: Path | None = None) -> PerfDB:
-    """This process's database at ``path``, by default this user's."""
-    chosen = path or path_of(None)
+def database(setting: str | Path | None = None) -> PerfDB:
+    """This process's database where it is set to be, by default in this user's cache directory."""
+    chosen = path_of(setting)
     with _databases_lock:
         if chosen not in _databases:
             _databases[chosen] = PerfDB(chosen)
@@ -286,13 +256,10 @@ def _select(connection: sqlite3.Connection, key: tuple[str | None, ...], match: 
 
 
 def _create(connection: sqlite3.Connection) -> None:
-    """Schema 1. A table without environments is kept under one that matches none."""
-    known = {row[1] for row in connection.execute("PRAGMA table_info(perf_records)")}
-    if known:
-        connection.execute("ALTER TABLE perf_records RENAME TO perf_records_before")
+    """Schema 1. A table of that name that is there already is not ours, which its columns tell."""
     # Clustered by its key, which serves every lookup: what a lookup fixes comes first, so its rows lie together.
     connection.execute(f"""
-        CREATE TABLE perf_records (
+        CREATE TABLE IF NOT EXISTS perf_records (
             kernel_id TEXT NOT NULL,
             operation TEXT NOT NULL,
             device_id TEXT NOT NULL,
@@ -318,15 +285,6 @@ def _create(connection: sqlite3.Connection) -> None:
             valid BOOLEAN NOT NULL DEFAULT TRUE,
             PRIMARY KEY ({", ".join(_KEY)})
         ) WITHOUT ROWID""")
-    if known:
-        shared = ", ".join(sorted(known & set(COLUMNS) - {"measured_at", "valid"}))
-        connection.execute(f"""
-            INSERT INTO perf_records ({shared}, environment, workload, measured_at, valid)
-            SELECT {shared}, 'unknown ' || device_id || ' sm' || sm_version,
-                printf('{{"batch_bucket":%d,"head_dim":%d,"seq_bucket":%d}}', batch_bucket, head_dim, seq_bucket),
-                coalesce(measured_at, ''), coalesce(valid, 1)
-            FROM perf_records_before""")
-        connection.execute("DROP TABLE perf_records_before")
 
 
 _LAYOUT = sqlite_file.Layout("perf_records", COLUMNS, (_create,))
