@@ -28,7 +28,7 @@ from rich.table import Table
 import lz_compile as lz
 from benchmarks.harness import Quartiles
 from benchmarks.publish import Publication, rounded, table_of
-from lz_compile.lowering.encoded_attributes import encode
+from lz_compile.lowering.attributes import encode
 from lz_compile.lowering.kernels.scan import rolled
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs
 

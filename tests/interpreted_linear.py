@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from lz_compile.ground import health
-from lz_compile.lowering.encoded_attributes import encode
+from lz_compile.lowering.attributes import encode
 from lz_compile.lowering.kernels.linear.triton_linear import linear
 from lz_compile.lowering.kernels.linear.triton_source import constants_of, run
 from lz_compile.lowering.ops import linear as op

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from tiers import examples
 
 from lz_compile.ground import health
-from lz_compile.lowering.encoded_attributes import encode
+from lz_compile.lowering.attributes import encode
 from lz_compile.lowering.kernels.paged_attention.triton_paged_attention import paged_attention
 from lz_compile.lowering.kernels.paged_attention.triton_source import run
 from lz_compile.lowering.ops import paged_attention as op

@@ -13,7 +13,7 @@ import torch
 from routing_problems import Problem, expected, misses, with_gradients
 
 from lz_compile.ground import health
-from lz_compile.lowering.encoded_attributes import encode
+from lz_compile.lowering.attributes import encode
 from lz_compile.lowering.kernels.routing import steps as routing_steps
 from lz_compile.lowering.kernels.routing import triton_routing
 from lz_compile.lowering.kernels.routing import triton_source as kernels

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lz_compile.errors import GradientUnsupportedError
 from lz_compile.ground import health
-from lz_compile.lowering.encoded_attributes import encode
+from lz_compile.lowering.attributes import encode
 from lz_compile.lowering.fused import Fused
 from lz_compile.lowering.kernels.norm import triton_norm
 from lz_compile.lowering.ops import norm as norm_op

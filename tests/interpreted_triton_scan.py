@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.scan_accuracy import DECAYS, Case, errors
 from lz_compile.ground import health
-from lz_compile.lowering.encoded_attributes import encode
+from lz_compile.lowering.attributes import encode
 from lz_compile.lowering.kernels.scan import triton_chunks as scan_chunks
 from lz_compile.lowering.kernels.scan import triton_scan
 from lz_compile.lowering.kernels.scan.triton_source import Scan

@@ -37,12 +37,12 @@ from lz_compile.lowering.ops.attention import Operands, reference
 from lz_compile.runtime.choose import select
 from lz_compile.runtime.choose.calls import DISPATCH, SDPA
 from lz_compile.runtime.choose.problem import Problem
-from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.kernels.capabilities import Prior
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.measure.estimate import workload
 from lz_compile.runtime.measure.perf_record import PerfRecord, canonical
+from lz_compile.runtime.measure.perfdb import database
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem import context
 
@@ -349,7 +349,7 @@ def test_measurements_decide(fused, tmp_path, source):
     policy.configure(perfdb={"path": str(tmp_path / "perfdb.sqlite")})
     context = from_tensors(*operands(), causal=True)
     names = {"inductor": 10.0, ID: 20.0} if source == SDPA else {"inductor": 100.0, SDPA: 10.0, ID: 20.0}
-    database_at(policy.current().settings.perfdb.path).put(
+    database(policy.current().settings.perfdb.path).put(
         PerfRecord(
             kernel_id=kernel_id,
             operation=context.operation,

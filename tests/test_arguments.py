@@ -23,7 +23,7 @@ from lz_compile.api import eager
 from lz_compile.api.arguments import Arguments, remembered
 from lz_compile.errors import ArgumentError
 from lz_compile.ground import events, health
-from lz_compile.lowering.kernels.sampling import cpp_source as cpp_sampling
+from lz_compile.lowering.kernels.sampling import cpp_sampling
 from lz_compile.lowering.kernels.scan import cpp_launch as cpp_scan
 from lz_compile.lowering.token_bits import pack
 from lz_compile.runtime.policy import policy

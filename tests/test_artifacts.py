@@ -22,7 +22,7 @@ from rich.console import Console
 import lz_compile
 from lz_compile import ArtifactError
 from lz_compile.ground import events, store
-from lz_compile.ground.directories import cache_directory
+from lz_compile.ground.files import cache_directory
 from lz_compile.lowering import dynamo
 from lz_compile.runtime.measure import perfdb
 from lz_compile.runtime.measure.perf_record import PerfRecord

@@ -15,10 +15,10 @@ import lz_compile as lz
 from lz_compile.ground import health
 from lz_compile.ground.machine import environment
 from lz_compile.lowering import ops
-from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.measure import perf_record
 from lz_compile.runtime.measure.estimate import workload
+from lz_compile.runtime.measure.perfdb import database
 from lz_compile.runtime.policy import policy
 from lz_compile.tools import command_operands, diagnosis, installation, readiness, tuning
 from lz_compile.tools.diagnosis import DoctorReport, doctor
@@ -60,7 +60,7 @@ def measure_something(where: str | None = None) -> None:
         p95_us=1.0,
         samples=3,
     )
-    database_at(None).put([record])
+    database(None).put([record])
 
 
 def issues(report: DoctorReport) -> dict[str, str]:

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lz_compile.ground import events, health
-from lz_compile.lowering.encoded_attributes import encode
+from lz_compile.lowering.attributes import encode
 from lz_compile.lowering.kernels.scan import fla_scan
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs, facts_of, reference
 from lz_compile.runtime.kernels.registry import KERNELS, kernels

@@ -17,7 +17,7 @@ from lz_compile.compile import choices
 from lz_compile.ground.machine import environment
 from lz_compile.runtime.choose import given, select
 from lz_compile.runtime.choose.problem import Problem
-from lz_compile.runtime.choose.records import database_at
+from lz_compile.runtime.measure import perfdb
 from lz_compile.runtime.measure.estimate import workload
 from lz_compile.runtime.measure.perf_record import PerfRecord, canonical
 from lz_compile.runtime.policy import policy
@@ -112,7 +112,7 @@ def measured(
         run(Rewriting(assume_finite=True))
         problem = spy.problems[-1]
     torch._dynamo.reset()
-    database_at(policy.current().settings.perfdb.path).put(
+    perfdb.database(policy.current().settings.perfdb.path).put(
         record(problem.context, kernel_id, length, latency_us)
         for length in lengths
         for kernel_id, latency_us in {

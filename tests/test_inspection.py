@@ -19,9 +19,8 @@ from lz_compile.errors import OptionError, UnknownKernelError, UnknownOperationE
 from lz_compile.ground import health
 from lz_compile.ground.machine import environment
 from lz_compile.lowering.ops.attention import Operands, reference
-from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels import constraints, registry
-from lz_compile.runtime.measure import perf_record
+from lz_compile.runtime.measure import perf_record, perfdb
 from lz_compile.runtime.measure.estimate import workload
 from lz_compile.runtime.policy import policy
 
@@ -46,7 +45,7 @@ def printed(report: object, width: int = 100) -> str:
 @pytest.fixture
 def database(tmp_path):
     policy.configure(perfdb={"path": str(tmp_path / "perfdb.sqlite")})
-    return database_at(str(tmp_path / "perfdb.sqlite"))
+    return perfdb.database(str(tmp_path / "perfdb.sqlite"))
 
 
 def measured(database, ctx, **latencies_us: float) -> None:

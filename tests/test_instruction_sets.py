@@ -13,10 +13,10 @@ import torch
 from torch.utils.cpp_extension import include_paths
 
 from lz_compile.lowering.cpp.floats import STORED_TYPES, floats
-from lz_compile.lowering.kernels.blend import cpp_source as blend
+from lz_compile.lowering.kernels.blend import cpp_blend as blend
 from lz_compile.lowering.kernels.linear import cpp_source as linear
 from lz_compile.lowering.kernels.paged_attention import cpp_source as paged
-from lz_compile.lowering.kernels.sampling import cpp_source as sampling
+from lz_compile.lowering.kernels.sampling import cpp_sampling as sampling
 from lz_compile.lowering.kernels.sampling import cpp_speculation as speculation
 
 COMPILER = os.environ.get("CXX", "g++")

@@ -273,7 +273,7 @@ def test_a_kernel_that_no_cuda_graph_may_capture_tells_inductor_so(kernel):
 
 @for_every_adapter
 def test_an_operator_is_what_pytorch_asks_of_one(kernel):
-    from lz_compile.lowering.encoded_attributes import encode
+    from lz_compile.lowering.attributes import encode
 
     attrs = attributes("layer" if "layer" in kernel else "rms_rounded_before_the_weight", torch.float16)
     given = operands(attrs, torch.float16)

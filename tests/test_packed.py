@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
+from lz_compile.lowering.attributes import encode
 from lz_compile.lowering.bands import Band
-from lz_compile.lowering.encoded_attributes import encode
 from lz_compile.lowering.kernels.attention import packed, token_major
 from lz_compile.lowering.ops.attention import Operands, reference
 from lz_compile.runtime.kernels.registry import kernels

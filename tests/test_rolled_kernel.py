@@ -13,7 +13,7 @@ from torch._inductor.utils import run_and_get_code
 from lz_compile.errors import GradientUnsupportedError
 from lz_compile.ground import events, health
 from lz_compile.lowering import cpp_builds
-from lz_compile.lowering.encoded_attributes import encode
+from lz_compile.lowering.attributes import encode
 from lz_compile.lowering.kernels.scan import cpp_launch as launch
 from lz_compile.lowering.kernels.scan import rolled
 from lz_compile.lowering.kernels.scan.cpp_program import vectors_for

@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lz_compile.domains.mask import pack
 from lz_compile.ground import events, health
-from lz_compile.lowering.encoded_attributes import encode
+from lz_compile.lowering.attributes import encode
 from lz_compile.lowering.kernels.sampling import cpp_sampling, torch_sampling
 from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFacts, features, reference
 from lz_compile.runtime.kernels.registry import kernels

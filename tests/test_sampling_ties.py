@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lz_compile.ground import health
-from lz_compile.lowering.encoded_attributes import decode, encode
+from lz_compile.lowering.attributes import decode, encode
 from lz_compile.lowering.kernels.sampling import cpp_sampling, torch_sampling
 from lz_compile.lowering.ops import sampling as op
 from lz_compile.runtime.kernels import registry

@@ -22,10 +22,10 @@ from lz_compile.ground import health
 from lz_compile.passes.proof import validate
 from lz_compile.runtime.choose import select
 from lz_compile.runtime.choose.problem import Decision, Problem
-from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.kernels.capabilities import Prior
 from lz_compile.runtime.measure.estimate import PRIOR_NOISE
+from lz_compile.runtime.measure.perfdb import database
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem.context import SymbolicDim
 
@@ -56,7 +56,7 @@ def choose(context=None, **options: Any) -> Decision:
 
 
 def put(*records) -> None:
-    database_at(None).put(records)
+    database(None).put(records)
 
 
 def against(decision: Decision) -> dict[str, list[str]]:

@@ -16,8 +16,8 @@ from torch import Tensor
 from lz_compile import reports
 from lz_compile.backend import layerzero
 from lz_compile.lowering.attention_attributes import AttentionAttrs
+from lz_compile.lowering.attributes import decode, encode
 from lz_compile.lowering.bands import Band, Reach
-from lz_compile.lowering.encoded_attributes import decode, encode
 from lz_compile.lowering.kernels.attention import tiled
 from lz_compile.lowering.kernels.attention.tiles import TILE_BYTES, Problem, Tile
 from lz_compile.lowering.kernels.attention.token_major import Operands

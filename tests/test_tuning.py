@@ -28,10 +28,10 @@ from lz_compile.ground import events, health
 from lz_compile.lowering import inductor, ops
 from lz_compile.lowering.kernels.attention import blocked, torch_sdpa
 from lz_compile.lowering.ops.attention import Operands
-from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.measure import cost
 from lz_compile.runtime.measure.perf_record import PerfRecord
+from lz_compile.runtime.measure.perfdb import database
 from lz_compile.runtime.measure.timing import Timing
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem import context as contexts
@@ -87,7 +87,7 @@ def records(context: Any = None) -> list[PerfRecord]:
     found: list[PerfRecord] = []
     for operation in ("attention.causal", "attention.full"):
         for dtype in ("float32", "bfloat16", "float64"):
-            found += database_at(None).lookup(operation, dtype, measuring.machine.environment("cpu"))
+            found += database(None).lookup(operation, dtype, measuring.machine.environment("cpu"))
     return found
 
 
@@ -309,7 +309,7 @@ def test_a_report_prints_as_json(timed, eagerly):
 def test_kernels_of_a_record_are_compared_only_if_they_were_measured_together():
     context = problem_context()
     specs = [kernel("inductor"), kernel("torch.sdpa")]
-    put = database_at(None).put
+    put = database(None).put
     put([measured("inductor", context, 1.0, surroundings="a"), measured("torch.sdpa", context, 1.0, surroundings="b")])
     assert not is_measured(context, specs, context.hints())
     put([measured("torch.sdpa", context, 1.0, surroundings="a")])
@@ -851,7 +851,7 @@ def test_twelve_layers_select_quickly_from_a_filled_database(monkeypatch):
             for head_dim in (8, 16, 32, 64, 128):
                 context = problem_context(length, batch=batch, head_dim=head_dim)
                 filled += [measured(name, context, 10.0 + place) for place, name in enumerate(sorted(RUN_HERE))]
-    database_at(None).put(filled)
+    database(None).put(filled)
     x, weights = torch.randn(2, 12, 32), [torch.randn(32, 3 * 8 * heads) * 0.1 for heads in range(1, 13)]
     _, report = run(layers, x, *weights, tune="off")
     (graph,) = report.graphs

@@ -21,7 +21,7 @@ from lz_compile.runtime.choose.calls import DISPATCH
 from lz_compile.runtime.choose.given import POWERS
 from lz_compile.runtime.choose.problem import Decision, Problem
 from lz_compile.runtime.measure.estimate import INDUCTOR
-from lz_compile.runtime.problem.symbols import Symbols
+from lz_compile.runtime.problem.context import Symbols
 
 if TYPE_CHECKING:
     from torch import fx

@@ -19,11 +19,11 @@ from lz_compile.ground import events, health, machine, telemetry
 from lz_compile.lowering import frames, inductor
 from lz_compile.passes.proof.sides import tried
 from lz_compile.runtime.choose.calls import DISPATCH
-from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.measure.estimate import INDUCTOR, is_current, workload
 from lz_compile.runtime.measure.perf_record import PerfRecord, canonical
+from lz_compile.runtime.measure.perfdb import database
 from lz_compile.runtime.measure.timing import Timing, measure
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem.context import SelectionContext
@@ -75,7 +75,7 @@ def is_measured(
 ) -> bool:
     """Whether every one of the kernels has been measured, together, at exactly these sizes (or fails in this process)."""
     where, text = machine.environment(context.device_type), canonical(workload(context, alone, sizes))
-    found = database_at(policy.current().settings.perfdb.path).lookup(
+    found = database(policy.current().settings.perfdb.path).lookup(
         context.operation, context.dtype_name, where, workload=text, surroundings=surroundings
     )
     by_id = {spec.kernel_id: spec for spec in specs}
@@ -194,7 +194,7 @@ def keep(
     settings = policy.current().settings.perfdb
     if settings.enabled:
         by_id = {spec.kernel_id: spec for spec in specs}
-        database_at(settings.path).put(
+        database(settings.path).put(
             _record(by_id[kernel_id], timing, context, sizes, alone, surroundings)
             for kernel_id, timing in timings.items()
         )

@@ -1,13 +1,27 @@
-"""Files that others read or wrote meanwhile: read up to a size, so that a wrong path costs no memory, and written whole."""
+"""Files that others read or wrote meanwhile: read up to a size, so that a wrong path costs no memory, and written whole.
+
+Imports no torch, so that tools that only read them start at once.
+"""
 
 from __future__ import annotations
 
+import os
 import tempfile
 from pathlib import Path
 
 
 class TooLargeError(Exception):
     """A file is larger than what it is taken for can be."""
+
+
+def cache_directory() -> Path:
+    """Where this package keeps files of its own: ``$LAYERZERO_CACHE_DIR``, or the user's cache directory of the platform."""
+    configured = os.environ.get("LAYERZERO_CACHE_DIR")
+    if configured:
+        return Path(configured)
+    import platformdirs
+
+    return Path(platformdirs.user_cache_dir("layerzero", appauthor=False))
 
 
 def read_bounded(path: Path, most: int) -> bytes:

@@ -13,8 +13,7 @@ import msgspec
 import torch
 
 from lz_compile.ground import events
-from lz_compile.ground.directories import cache_directory
-from lz_compile.ground.files import write_whole
+from lz_compile.ground.files import cache_directory, write_whole
 from lz_compile.ground.fingerprint import source_hash
 
 if TYPE_CHECKING:

@@ -1,16 +1,26 @@
-"""What is asked of an op's attributes, a frozen dataclass per op: most are not random, and do not assume finite numbers."""
+"""What is asked of an op's attributes, a frozen dataclass per op, and those as text.
+
+Operators of a graph take numbers, strings and tensors, but no dataclass.
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import Any
+import json
+import typing
+from dataclasses import asdict, fields, is_dataclass
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from typing_extensions import Self
 
+Attributes = TypeVar("Attributes")
+
+_DTYPE = "torch."
+
 
 class OpAttributes:
-    """The attributes of an op, whose dataclass says what differs."""
+    """The attributes of an op, whose dataclass says what differs: most are not random, and do not assume finite numbers."""
 
     def deterministic(self) -> Self:
         """The same without anything random."""
@@ -24,3 +34,39 @@ class OpAttributes:
         """Names and values."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}  # type: ignore[arg-type]  # subclasses are
         return {name: str(value) if isinstance(value, torch.dtype) else value for name, value in values.items()}
+
+
+def encode(attrs: Any) -> str:
+    """The attributes (a frozen dataclass) as JSON."""
+    return _encoded(attrs)
+
+
+# Dynamo cannot trace ``json``. As ``torch.compiler.assume_constant_result`` does, which would import Dynamo and Triton.
+vars(encode)["_dynamo_marked_constant"] = True
+
+
+@lru_cache(maxsize=1024)  # eager calls encode the same ones again and again, which takes 24 us each
+def _encoded(attrs: Any) -> str:
+    return json.dumps(asdict(attrs), default=str)
+
+
+@lru_cache(maxsize=1024)
+def decode(kind: type[Attributes], text: str) -> Attributes:
+    """The inverse of :func:`encode`."""
+    found: Attributes = _made(kind, json.loads(text))
+    return found
+
+
+def _made(kind: Any, values: dict[str, Any]) -> Any:
+    return kind(**{name: _decoded(kind, name, value) for name, value in values.items()})
+
+
+def _decoded(kind: Any, name: str, value: Any) -> Any:
+    """A field's value; JSON knows neither dtypes nor tuples nor dataclasses."""
+    if isinstance(value, dict):
+        (nested,) = filter(is_dataclass, typing.get_args(typing.get_type_hints(kind)[name]))
+        return _made(nested, value)
+    if isinstance(value, list):
+        return tuple(_decoded(kind, name, each) for each in value)
+    is_dtype = isinstance(value, str) and value.startswith(_DTYPE)
+    return getattr(torch, value.removeprefix(_DTYPE)) if is_dtype else value

@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from lz_compile.lowering.encoded_attributes import decode, encode
+from lz_compile.lowering.attributes import decode, encode
 from lz_compile.lowering.opaque import define, opaque
 from lz_compile.lowering.operands import Operands
 

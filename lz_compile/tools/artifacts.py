@@ -31,8 +31,7 @@ import torch
 from lz_compile.compile import finished
 from lz_compile.errors import ArtifactError
 from lz_compile.ground import events, store
-from lz_compile.ground.directories import cache_directory
-from lz_compile.ground.files import write_whole
+from lz_compile.ground.files import cache_directory, write_whole
 from lz_compile.ground.machine import code_runs_on, environment
 from lz_compile.ground.records import Record
 from lz_compile.lowering import dynamo
@@ -236,7 +235,7 @@ def _made_here() -> Iterator[tuple[str, str, bytes]]:
 
 
 def _database() -> Any:
-    return perfdb.database(perfdb.path_of(policy.current().settings.perfdb.path))
+    return perfdb.database(policy.current().settings.perfdb.path)
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

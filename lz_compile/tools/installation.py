@@ -18,13 +18,12 @@ import torch
 
 from lz_compile.errors import CapabilitiesError, ConfigError
 from lz_compile.ground import events, machine
-from lz_compile.ground.directories import cache_directory
 from lz_compile.ground.events import Event
+from lz_compile.ground.files import cache_directory
 from lz_compile.ground.hardware import default_device
 from lz_compile.ground.reasons import Reason, first_line
 from lz_compile.ground.records import Record
 from lz_compile.lowering import inductor, ops
-from lz_compile.runtime.choose.records import database_at
 from lz_compile.runtime.kernels import capabilities, libraries, registry
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.libraries import LazyFunction
@@ -260,7 +259,7 @@ def measurements(policy_: Policy, device: torch.device) -> Measurements:
     if not path.exists():
         return Measurements(str(path), False, settings.enabled, where, {}, {"rows": 0}, (), rates)
     with events.collect() as happened:
-        database = database_at(settings.path)
+        database = perfdb.database(settings.path)
         statistics = database.statistics()
         here = {operation: _count(database, operation, where) for operation in contexts.operations()}
     known = {operation: count for operation, count in here.items() if count}

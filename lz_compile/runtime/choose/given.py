@@ -1,4 +1,4 @@
-"""What a selection looks at: a problem under the settings of a policy, and the sizes that symbols may have."""
+"""What a selection looks at: a problem under a policy's settings, what was measured, and the sizes that symbols may have."""
 
 from __future__ import annotations
 
@@ -6,8 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from lz_compile.ground import memory
+from lz_compile.ground.machine import environment
 from lz_compile.ground.reasons import Reason
+from lz_compile.runtime.choose.problem import Problem
+from lz_compile.runtime.measure import perfdb, questions
+from lz_compile.runtime.measure.estimate import fixed_part
+from lz_compile.runtime.measure.perf_record import PerfRecord
 from lz_compile.runtime.policy.resolved import Policy, ResolvedPolicy
 from lz_compile.runtime.problem.context import SelectionContext
 
@@ -48,3 +55,11 @@ def notes(said: ResolvedPolicy, kernel_id: str) -> tuple[Reason, ...]:
     preference, avoided = said.preference(kernel_id), said.avoided(kernel_id)
     preferred = () if preference is None else (Reason("POLICY_PREFERRED", f"preferred by {preference[1]}"),)
     return preferred if avoided is None else (*preferred, Reason("POLICY_AVOIDED", f"avoided by {avoided}"))
+
+
+def records_of(problem: Problem, context: SelectionContext, path: str | None) -> list[PerfRecord]:
+    """The measurements that share a problem's fixed part, in this environment."""
+    if not (context.device_type == "cpu" or (context.device_type != "meta" and torch.accelerator.is_available())):
+        return []
+    where, match = environment(context.device_type), perfdb.canonical(fixed_part(context, problem.alone))
+    return questions.ask(questions.Question(path, context.operation, context.dtype_name, where, match))

@@ -11,9 +11,8 @@ from lz_compile.runtime.choose.agreed import Agreement
 from lz_compile.runtime.choose.calls import DISPATCH
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.measure.estimate import INDUCTOR, Estimate
-from lz_compile.runtime.problem.context import SelectionContext
+from lz_compile.runtime.problem.context import SelectionContext, Symbols
 from lz_compile.runtime.problem.decision_tree import Node
-from lz_compile.runtime.problem.symbols import Symbols
 
 #: What a kernel must save of Inductor's latency, beyond the noise, to be taken.
 MARGIN = 0.03

@@ -18,9 +18,8 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import ops
 from lz_compile.runtime.choose.agreed import Agreed
 from lz_compile.runtime.choose.calls import DISPATCH, call_estimates, eager_kernel, needs_compile
-from lz_compile.runtime.choose.given import notes, points, span, with_settings
+from lz_compile.runtime.choose.given import notes, points, records_of, span, with_settings
 from lz_compile.runtime.choose.problem import MARGIN, Candidate, Decision, Problem
-from lz_compile.runtime.choose.records import records_of
 from lz_compile.runtime.kernels import constraints
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.registry import kernels
@@ -30,9 +29,9 @@ from lz_compile.runtime.policy.resolved import Policy, ResolvedPolicy
 from lz_compile.runtime.problem import decision_tree
 from lz_compile.runtime.problem.bucket_limits import limit, within
 from lz_compile.runtime.problem.buckets import Sample, winner
+from lz_compile.runtime.problem.context import Symbols
 from lz_compile.runtime.problem.decision_tree import Leaf, Node, choose
 from lz_compile.runtime.problem.hidden_sizes import Unanswerable, compiles_are_scarce, grown
-from lz_compile.runtime.problem.symbols import Symbols
 from lz_compile.runtime.tables import loaded as loaded_tables
 from lz_compile.runtime.tables.loaded import Loaded
 from lz_compile.runtime.tables.trees import MAX_SIZE, over_symbols

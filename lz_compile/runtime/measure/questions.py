@@ -26,7 +26,7 @@ class Question:
 
     def answers(self) -> list[PerfRecord]:
         """The measurements."""
-        there = perfdb.database(perfdb.path_of(self.path))
+        there = perfdb.database(self.path)
         if not there.exists:  # nothing was ever measured
             return []
         return there.curve(self.operation, self.dtype, self.environment, json.loads(self.match))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 
@@ -243,3 +243,21 @@ def _has_custom_scale(attributes: Any, dims: Mapping[str, Dim]) -> bool:
     if not isinstance(head_dim, int) or head_dim == 0:
         return True
     return abs(float(scale) * math.sqrt(head_dim) - 1.0) > 1e-6
+
+
+class Symbols(Protocol):
+    """What a selection asks of the symbolic sizes of a match (``compile/symbolic_sizes.py``)."""
+
+    @property
+    def symbols(self) -> Mapping[str, Any]:
+        """Every symbol that can be asked about, by name."""
+
+    @property
+    def hidden(self) -> Mapping[str, Any]:
+        """Every symbol that cannot, because data decides it."""
+
+    def at(self, values: Mapping[str, int]) -> dict[str, int]:
+        """Every size, with the symbols at ``values``."""
+
+    def names_in(self, dims: tuple[str, ...]) -> list[str]:
+        """The symbols that the sizes of some dims depend on."""

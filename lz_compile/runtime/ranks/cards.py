@@ -7,7 +7,7 @@ import importlib.util
 import os
 import socket
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from lz_compile.ground.hardware import hardware
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.records import Record
 from lz_compile.lowering import ops
+from lz_compile.runtime.choose.agreed import Agreed
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.libraries import LazyFunction
@@ -133,10 +134,10 @@ def differences(cards: Iterable[Card]) -> list[Difference]:
     """In what the ranks differ; none if in nothing."""
     found = []
     listed_cards = sorted(cards, key=lambda card: card.rank)
-    for field, what in {**VERSIONS, **_BESIDE}.items():
+    for name, what in {**VERSIONS, **_BESIDE}.items():
         values: dict[str, tuple[int, ...]] = {}
         for card in listed_cards:
-            value = getattr(card, field)
+            value = getattr(card, name)
             values[value] = (*values.get(value, ()), card.rank)
         if len(values) > 1:
             found.append(Difference(what, values))
@@ -195,3 +196,33 @@ def passed_over(held: Mapping[str, tuple[int, str]]) -> dict[str, Reason]:
     return {
         name: Reason("NOT_ON_ALL_RANKS", f"rank {rank} cannot run {name} ({why})") for name, (rank, why) in held.items()
     }
+
+
+# ---- what a rank has heard -------------------------------------------------------------------------------------------
+
+
+class News(Struct, frozen=True, kw_only=True):
+    """Something that a rank said after it had joined: its card is another one, or the job moved on from a kernel."""
+
+    rank: int
+    key: str = ""
+    kernel: str = ""
+    why: str = ""
+
+
+@dataclass
+class Heard:
+    """What is known of the others by now; ``seen`` counts the news that were read, ``settled`` are decisions by key.
+
+    ``taken`` are the kernels that this rank has compiled, by key; ``is_told`` says that nobody came since it was told who
+    differs.
+    """
+
+    cards: dict[int, Card] = field(default_factory=dict)
+    tables: dict[str, Table] = field(default_factory=dict)
+    settled: dict[str, Agreed] = field(default_factory=dict)
+    missing: set[int] = field(default_factory=set)
+    seen: int = 0
+    has_waited: bool = False
+    taken: dict[str, set[str]] = field(default_factory=dict)
+    is_told: bool = True

@@ -27,8 +27,7 @@ from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.policy.settings import RanksSettings
 from lz_compile.runtime.problem import decision_tree
 from lz_compile.runtime.ranks import cards
-from lz_compile.runtime.ranks.cards import Card, listed
-from lz_compile.runtime.ranks.heard import Heard, News
+from lz_compile.runtime.ranks.cards import Card, Heard, News, listed
 from lz_compile.runtime.ranks.problem_key import ProblemKey, key_of
 from lz_compile.runtime.ranks.store import JobStore, StoreGoneError
 from lz_compile.runtime.tables.loaded import Loaded

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lz_compile.runtime.problem.decision_tree import Leaf, Node, Range, Split, edges, from_intervals, restrict, simplify
 
 if TYPE_CHECKING:
-    from lz_compile.runtime.problem.symbols import Symbols
+    from lz_compile.runtime.problem.context import Symbols
 
 UNSAID = Leaf(None, "the table does not speak of these sizes")
 #: The largest size that a symbol is expected to have.

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from lz_compile.lowering.encoded_attributes import decode, encode
+from lz_compile.lowering.attributes import decode, encode
 from lz_compile.lowering.fused import Fused
 from lz_compile.lowering.kernel_operator import definition, kernel_operator
 from lz_compile.lowering.opaque import opaque

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lz_compile.errors import DoubleBackwardError
-from lz_compile.lowering.encoded_attributes import decode, encode
+from lz_compile.lowering.attributes import decode, encode
 from lz_compile.lowering.kernel_operator import signed
 from lz_compile.lowering.kernels.routing.gradients import Call, Gradients, Tokens, factors
 from lz_compile.lowering.kernels.routing.steps import Steps

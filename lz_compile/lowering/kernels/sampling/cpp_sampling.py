@@ -1,27 +1,134 @@
-"""Sampling on CPUs in C++ of our own (``cpp_source.py``): one pass over a row, and limits without a sort."""
+"""C++ that samples rows of logits: mask, bias and temperature in one pass, thresholds by radix selection, Gumbel noise.
+
+Without truncation a row is read once and nothing is written but its token. With top-k or top-p its scores are kept, and the
+smallest score that is taken is found digit by digit (11, 11 and 10 bits) by counts, or sums of probabilities, of what has
+a digit: nothing is sorted.
+"""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 
+from lz_compile.lowering import cpp_builds
+from lz_compile.lowering.cpp.floats import floats
+from lz_compile.lowering.cpp.vectors import ELEMENTS
 from lz_compile.lowering.kernel_operator import kernel_operator
+from lz_compile.lowering.kernels.sampling.cpp_text import ROWS, SELECTION
+from lz_compile.lowering.kernels.sampling.cpp_vectors import VECTORS
 from lz_compile.lowering.ops import sampling as op
-from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs
+from lz_compile.lowering.ops.sampling import TIES, Operands, SamplingAttrs, fake
+
+#: Beside Inductor's own: no more than the rounding of ``a * b + c`` depends on it.
+FLAGS = ("-ffp-contract=fast",)
+DTYPES = (torch.float32, torch.bfloat16)
+_Pointers = ctypes.c_void_p * (len(Operands.names) + 1)
+
+
+@dataclass(frozen=True)
+class Program:
+    """What the code is written for; each takes a second to compile, so what is asked once for a row is not among it."""
+
+    has_mask: bool
+    has_bias: bool
+    result: str
+    dtype: torch.dtype
+    bias_dtype: torch.dtype
+    out_dtype: torch.dtype
+    lanes: int
+
+    def source(self) -> str:
+        """The translation unit."""
+        header = (
+            "#include <c10/util/BFloat16.h>" if torch.bfloat16 in (self.dtype, self.bias_dtype, self.out_dtype) else ""
+        )
+        return f"""#include <cstdint>
+#include <type_traits>
+#include <vector>
+{header}
+using Logit = {ELEMENTS[self.dtype]};
+using Bias = {ELEMENTS[self.bias_dtype]};
+using Out = {"int32_t" if self.result == "ids" else ELEMENTS[self.out_dtype]};
+#define IS_IDS {int(self.result == "ids")}
+constexpr bool kIsScores = {str(self.result == "scores").lower()};
+constexpr bool kHasMask = {str(self.has_mask).lower()}, kHasBias = {str(self.has_bias).lower()};
+{floats(self.lanes)}{VECTORS}{SELECTION}{ROWS}"""
 
 
 def _sampling(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
-    from lz_compile.lowering.kernels.sampling import cpp_source as code
+    """The op over operands of any dtype that lie anywhere in memory."""
+    out = fake(x, attrs)
+    written = out if out.dtype in (*DTYPES, torch.int32) else out.float()
+    x = x.map(_readable)
+    function, numbers = prepare(x, attrs, written)
+    function(_addresses(x, written), numbers)
+    return written.to(out.dtype)
 
-    return code.run(x, attrs)
+
+def _bound(x: Operands, attrs: SamplingAttrs) -> Callable[[Operands], torch.Tensor] | None:
+    """One call of C++ for operands that lie in memory like these; None where the code does not read or write such."""
+    empty = fake(x, attrs)
+    is_known = all(_readable(each) is each for each in x.tensors) and empty.dtype in (*DTYPES, torch.int32)
+    if not is_known or not x.logits.numel():
+        return None
+    shape, dtype = empty.shape, empty.dtype
+    prepared: list[tuple[Any, Any]] = []
+
+    def run(x: Operands) -> torch.Tensor:
+        out = torch.empty(shape, dtype=dtype, device="cpu")
+        # Here, where a missing compiler is seen to. Several threads may come by, and all find the same.
+        if not prepared:
+            prepared.append(prepare(x, attrs, out))
+        function, numbers = prepared[0]
+        function(_addresses(x, out), numbers)
+        return out
+
+    return run
 
 
-def _bind(x: Operands, attrs: SamplingAttrs) -> Callable[[Operands], torch.Tensor] | None:
-    from lz_compile.lowering.kernels.sampling import cpp_source as code
+def _addresses(x: Operands, out: torch.Tensor) -> Any:
+    return _Pointers(*[0 if each is None else each.data_ptr() for each in vars(x).values()], out.data_ptr())
 
-    return code.bound(x, attrs)
+
+def prepare(x: Operands, attrs: SamplingAttrs, out: torch.Tensor) -> tuple[Any, Any]:
+    """The compiled function, and its second argument: sizes, threads and strides."""
+    rows, vocab = x.logits.shape
+    lanes = cpp_builds.vector_bits() // 32
+    padded = -(-vocab // lanes) * lanes
+    threads = max(1, min(torch.get_num_threads(), rows))
+    program = Program(
+        x.bitmask is not None,
+        x.bias is not None,
+        attrs.result,
+        x.logits.dtype,
+        torch.float32 if x.bias is None else x.bias.dtype,
+        torch.float32 if attrs.result == "ids" else out.dtype,
+        lanes,
+    )
+    strides = [0 if each is None or each.shape[0] == 1 else each.stride(0) for each in (*x.flat(), out)]
+    ties = [TIES.index(attrs.top_k_ties), TIES.index(attrs.top_p_ties)]
+    numbers = [rows, vocab, padded, threads, *ties, *strides]
+    return _function(program), (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def _readable(tensor: torch.Tensor) -> torch.Tensor:
+    """The same in a dtype that the code reads, with rows that are contiguous in memory; these may lie anywhere."""
+    is_flat = tensor.dim() == 1 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1
+    rows = tensor if is_flat else tensor.contiguous()
+    return rows.float() if rows.dtype in (torch.float16, torch.float64) else rows
+
+
+@lru_cache(maxsize=64)
+def _function(program: Program) -> Any:
+    function = cpp_builds.load_cpp(program.source(), FLAGS).sampling
+    function.restype = None
+    return function
 
 
 sampling = kernel_operator("cpp_sampling", op, _sampling, kernel_id="lz.cpp_sampling")
-sampling.bind = _bind  # type: ignore[attr-defined]  # what eager calls look for
+sampling.bind = _bound  # type: ignore[attr-defined]  # what eager calls look for

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import is_one, shape_of
-from lz_compile.lowering.encoded_attributes import encode
+from lz_compile.lowering.attributes import encode
 from lz_compile.lowering.kernels.scan.cpp_terms import FUNCTIONS, Line, Recipe, compute_dtype
 from lz_compile.lowering.ops.scan import Operands
 

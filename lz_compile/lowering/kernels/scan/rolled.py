@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lz_compile.lowering import inductor
-from lz_compile.lowering.encoded_attributes import decode, encode
+from lz_compile.lowering.attributes import decode, encode
 from lz_compile.lowering.kernel_operator import signed
 from lz_compile.lowering.kernels.scan import cpp_launch as launch
 from lz_compile.lowering.kernels.scan.computed import compute_while_scanning
