@@ -190,11 +190,8 @@ def _by_length(
 
 def _own(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     """PyTorch's function; what it does not know is written out."""
-    return torch_sdpa.attention(x, attrs) if _is_known(x, attrs) else op.reference(x, attrs)
-
-
-def _is_known(x: Operands, attrs: AttentionAttrs) -> bool:
-    return x.sinks is None and attrs.softcap is None
+    is_known = x.sinks is None and attrs.softcap is None
+    return torch_sdpa.attention(x, attrs) if is_known else op.reference(x, attrs)
 
 
 def _plainly(attrs: AttentionAttrs, _known: Operands, plain: Operands) -> torch.Tensor:

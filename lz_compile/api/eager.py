@@ -332,12 +332,8 @@ def _canonical(kernel: Run, attrs: AttentionAttrs, mask_name: str, *tensors: Any
 def _operands(mask_name: str, *tensors: Any) -> Operands:
     """Of query, key, value and mask."""
     mask = tensors[3]
-    return Operands(*tensors[:3]) if mask is None else Operands(*tensors[:3], **{mask_name: _whole(mask)})
-
-
-def _whole(mask: torch.Tensor) -> torch.Tensor:
-    """A mask with all four dimensions, as kernels take it."""
-    return mask[(None,) * (4 - mask.dim())]
+    over = {} if mask is None else {mask_name: mask[(None,) * (4 - mask.dim())]}  # with all four dimensions
+    return Operands(*tensors[:3], **over)
 
 
 def _transposed(

@@ -93,7 +93,7 @@ def _process(
             try:
                 changed = [each for each in earlier if each.snapshot.differs()]
                 compiled = _run(run, module, inputs, report, options, changed)
-                if original is None or not _is_changed(report, snapshot):
+                if original is None or not (snapshot.differs() or any(match.rewritten for match in report.matches)):
                     return compiled
                 return original.verifying(compiled, report, options)
             finally:
@@ -159,10 +159,6 @@ def _rewrite(module: fx.GraphModule, options: Options, report: GraphReport, dump
         snapshot.restore()
         _as_it_was(report)
     return unfolded
-
-
-def _is_changed(report: GraphReport, snapshot: Snapshot) -> bool:
-    return snapshot.differs() or any(match.rewritten for match in report.matches)
 
 
 def _as_it_was(report: GraphReport) -> None:

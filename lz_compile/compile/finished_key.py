@@ -142,10 +142,11 @@ def _inputs(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[str]:
         noted = node.meta.get("example_value")
         _refuse(not isinstance(noted, torch.Tensor), "an input is no plain tensor")
         memory = places.setdefault(value.untyped_storage()._cdata, len(places))
+        tags = node.meta.get("tensor_dict") or {}  # what a program has written to a parameter
         yield repr([
             node.name, source_of(node), type(value).__name__, type(noted).__name__, *_facts(value), *_facts(noted),
             memory, value._base is not None,
-            sorted((name, repr(tag) if type(tag) in _PLAIN else "") for name, tag in _tags(node).items()),
+            sorted((name, repr(tag) if type(tag) in _PLAIN else "") for name, tag in tags.items()),
         ])  # fmt: skip
 
 
@@ -159,11 +160,6 @@ def _is_symbolic(value: Any) -> bool:
 def _facts(value: Any) -> tuple[Any, ...]:
     lies = (tuple(value.shape), value.stride(), value.storage_offset())
     return (value.dtype, *lies, value.requires_grad, value.is_conj(), value.is_neg(), value.is_inference())
-
-
-def _tags(node: fx.Node) -> Mapping[str, Any]:
-    """What a program has written to a parameter."""
-    return node.meta.get("tensor_dict") or {}
 
 
 def _calls(graph: fx.Graph) -> Iterator[str]:

@@ -148,7 +148,7 @@ def replace_all(state: State) -> None:
     # Last to first: a match may read what an earlier one computes, and names the node that is still there.
     for match, entry in reversed(list(zip(state.matches, state.entries, strict=True))):
         try:
-            kept = _why_not_kept(match, state.effects)
+            kept = "" if state.effects is None else _overwritten(match, state.effects, match.inputs)
             if state.effects is not None:
                 effects = state.effects
                 written = (node for node in match.outputs if _is_written(match, effects, node))
@@ -344,11 +344,6 @@ def _holds(match: Match) -> bool:
     return not match.found.buffers or frames.guard_values(match.found.buffers)
 
 
-def _why_not_kept(match: Match, effects: Effects | None) -> str:
-    """What a match reads that is overwritten later, where gradients are recorded; empty if nothing is."""
-    return "" if effects is None else _overwritten(match, effects, match.inputs)
-
-
 def _is_written(match: Match, effects: Effects, node: fx.Node) -> bool:
     """Whether a result must be a copy, for it is written to later, and its kernel's backward may need it or gives a view.
 
@@ -382,6 +377,7 @@ def _returned_again(matches: Iterable[Match], effects: Effects) -> Iterator[fx.N
 
 
 def _overwritten(match: Match, effects: Effects, nodes: Iterable[fx.Node]) -> str:
+    """What of some nodes is overwritten later, where gradients are recorded; empty if nothing is."""
     nodes = (*nodes,)
     tensors = map(tensor_of, (*nodes, *match.inputs))
     if not grad_enabled(match.ambient) or not any(tensor is not None and tensor.requires_grad for tensor in tensors):

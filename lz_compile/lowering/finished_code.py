@@ -215,10 +215,7 @@ def _run_module(code: Code, key: str, constants: Mapping[str, Any]) -> dict[str,
 
 def _function(kernel: Kernel) -> Any:
     """A function of a library, loaded as Inductor loads its own: its module is named by hash and entry."""
-    bindings = _bindings(kernel.module.rpartition(".")[2])
+    folder, _, entry = kernel.module.rpartition(".")
+    bindings: Any = type(entry, (CppPythonBindingsCodeCache,), {"entry_function": entry})
     path = str(dynamo.cache_root() / kernel.library)
-    return getattr(bindings._load_library_inner(path, kernel.module.rpartition(".")[0]), kernel.function)
-
-
-def _bindings(entry: str) -> type[CppPythonBindingsCodeCache]:
-    return type(entry, (CppPythonBindingsCodeCache,), {"entry_function": entry})
+    return getattr(bindings._load_library_inner(path, folder), kernel.function)

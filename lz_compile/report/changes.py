@@ -87,7 +87,8 @@ def _matches(before: Told, after: Told) -> Iterator[Change]:
     old, new = (_keyed(told) for told in (before, after))
     for key in dict.fromkeys([*old, *new]):
         one, other = old.get(key), new.get(key)
-        subject, place = key[1], (_place(other or one or {}),)
+        told = other or one or {}
+        subject, place = key[1], (str(told.get("module") or short(told.get("where", ""))),)
         if one is None or other is None:
             was, now = (
                 state(each) if each is not None else _absent(key[0], *told)
@@ -121,10 +122,6 @@ def _keyed(told: Told) -> dict[tuple[str, str, int], Told]:
 
 def _file(where: str) -> str:
     return short(where).rpartition(":")[0]
-
-
-def _place(match: Told) -> str:
-    return str(match.get("module") or short(match.get("where", "")))
 
 
 def state(match: Told) -> str:

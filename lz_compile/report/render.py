@@ -63,7 +63,7 @@ def _kind(matches: Sequence[MatchReport]) -> Iterator[Any]:
             "where": places([match.where for match in matches]),
             "problem": "" if first.context is None else problem_text(first.context),
             "attributes": attributes_text(first.attributes),
-            "masks": _masks(first),
+            "masks": "\n".join(filter(None, [first.mask, *map(str, first.mask_reasons)])),
             "formula": first.formula,
             "why": first.why,
             "guards": ", ".join(first.guards),
@@ -81,11 +81,6 @@ def _loop(loop: LoopReport) -> tuple[str, ...]:
     step = f"{loop.calls} calls; reads {', '.join(filter(None, reads)) or 'nothing else'}; gives {len(loop.outputs)}"
     state = "rolled" if loop.rolled else f"kept: {loop.reason}"
     return short(loop.where), str(loop.steps), "\n".join(loop.carried), f"{step}\n{state}"
-
-
-def _masks(match: MatchReport) -> str:
-    """What the masks mean, and why one of them is no more than a tensor."""
-    return "\n".join([*([match.mask] if match.mask else []), *map(str, match.mask_reasons)])
 
 
 def _proof(match: MatchReport) -> str:

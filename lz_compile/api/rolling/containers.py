@@ -7,7 +7,7 @@ import copy
 from collections.abc import Sequence
 
 from lz_compile.api.rolling.places import Meant
-from lz_compile.api.rolling.syntax import PREFIX, is_named_call, is_store, loads, placed, support
+from lz_compile.api.rolling.syntax import PREFIX, called, is_name, is_named_call, is_store, loads, placed, support, uses
 
 
 def with_one_list_for_each_part(tree: ast.FunctionDef) -> None:
@@ -27,7 +27,7 @@ def with_one_list_for_each_part(tree: ast.FunctionDef) -> None:
         keys = _lists_by_key(statement.value) or _parts_appended(tree, target.id, statement.value)
         if not keys:
             continue
-        names = [each for each in ast.walk(tree) if isinstance(each, ast.Name) and each.id == target.id]
+        names = uses(target.id, tree)
         parts = _Parts(target.id, keys, tree, is_list=not isinstance(statement.value, ast.Dict))
         parts.visit(copy.deepcopy(tree))
         if sum(map(is_store, names)) == 1 and parts.count == len(names):
@@ -103,10 +103,8 @@ def _parts_appended(tree: ast.FunctionDef, name: str, value: ast.expr) -> list[o
 
 def _appended(statement: ast.AST, name: str) -> ast.expr | None:
     """What ``name.append(...)`` appends."""
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "append":
-        return None
-    return call.args[0] if _is_name(call.func.value, name) and len(call.args) == 1 else None
+    owner, given = called(statement, "append")
+    return given[0] if owner == name and len(given) == 1 else None
 
 
 def _keys_of(display: ast.expr) -> list[object] | None:
@@ -118,10 +116,6 @@ def _keys_of(display: ast.expr) -> list[object] | None:
         keys: list[object] = [each.value for each in display.keys if isinstance(each, ast.Constant)]
         return keys if len(set(keys)) == len(keys) else None
     return None
-
-
-def _is_name(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
 
 
 class _Parts(ast.NodeTransformer):
@@ -137,7 +131,7 @@ class _Parts(ast.NodeTransformer):
     def visit_Assign(self, node: ast.Assign) -> ast.AST | list[ast.AST]:
         """``ys = []``; ``hs, cs = zip(*ys)``."""
         target = node.targets[0]
-        if len(node.targets) == 1 and _is_name(target, self._name):
+        if len(node.targets) == 1 and is_name(target, self._name):
             self.count += 1
             made = [ast.Assign([self._part(key, ast.Store())], ast.List([], ast.Load())) for key in self._keys]
             return [placed(ast.copy_location(each, node), node) for each in made]
@@ -190,7 +184,7 @@ class _Parts(ast.NodeTransformer):
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
         """``outs["h"]``."""
-        is_part = not self._is_list and _is_name(node.value, self._name) and isinstance(node.ctx, ast.Load)
+        is_part = not self._is_list and is_name(node.value, self._name) and isinstance(node.ctx, ast.Load)
         if is_part and isinstance(node.slice, ast.Constant) and node.slice.value in self._keys:
             self.count += 1
             return placed(self._part(node.slice.value), node)
@@ -254,13 +248,13 @@ class _Parts(ast.NodeTransformer):
     def _key_of(self, node: ast.ListComp | ast.GeneratorExp) -> tuple[object] | None:
         """``k`` of ``[y[k] for y in ys]``, or of ``[c for h, c in ys]``."""
         (generator, *more) = node.generators
-        if more or generator.ifs or not self._is_list or not _is_name(generator.iter, self._name):
+        if more or generator.ifs or not self._is_list or not is_name(generator.iter, self._name):
             return None
         target, elt = generator.target, node.elt
         if isinstance(target, ast.Tuple) and isinstance(elt, ast.Name) and len(target.elts) == len(self._keys):
-            places = [i for i, each in enumerate(target.elts) if _is_name(each, elt.id)]
+            places = [i for i, each in enumerate(target.elts) if is_name(each, elt.id)]
             return (self._keys[places[0]],) if len(places) == 1 and self._keys[0] == 0 else None
-        if not isinstance(target, ast.Name) or not isinstance(elt, ast.Subscript) or not _is_name(elt.value, target.id):
+        if not isinstance(target, ast.Name) or not isinstance(elt, ast.Subscript) or not is_name(elt.value, target.id):
             return None
         key = elt.slice.value if isinstance(elt.slice, ast.Constant) else None
         return (key,) if key in self._keys else None
@@ -270,10 +264,10 @@ class _Parts(ast.NodeTransformer):
         if not is_named_call(node, "zip") or not self._is_list or len(node.args) != 1 or self._keys[0] != 0:  # type: ignore[attr-defined]
             return False
         (only,) = node.args  # type: ignore[attr-defined]
-        return isinstance(only, ast.Starred) and _is_name(only.value, self._name)
+        return isinstance(only, ast.Starred) and is_name(only.value, self._name)
 
     def _is_stacked_only(self, name: str) -> bool:
-        names = [each for each in ast.walk(self._tree) if isinstance(each, ast.Name) and each.id == name]
+        names = uses(name, self._tree)
         stores = sum(map(is_store, names))
         return stores == 1 and len(names) == 1 + sum(_is_stack_of(each, name) for each in ast.walk(self._tree))
 
@@ -282,8 +276,7 @@ def _is_plain(name: str, *nodes: ast.expr) -> bool:
     """Whether a name means the same everywhere in expressions, and now."""
     every = [each for node in nodes for each in ast.walk(node)]
     inner = [each.target for each in every if isinstance(each, ast.comprehension)]
-    is_hidden = any(isinstance(each, ast.Name) and each.id == name for target in inner for each in ast.walk(target))
-    return not is_hidden and not any(isinstance(each, (ast.Lambda, ast.NamedExpr)) for each in every)
+    return not uses(name, *inner) and not any(isinstance(each, (ast.Lambda, ast.NamedExpr)) for each in every)
 
 
 _STACKING: Sequence[str] = ("torch.stack", "torch.cat", "torch.concat")
@@ -294,12 +287,9 @@ def _is_stacking(node: ast.AST) -> bool:
 
 
 def _is_stack_of(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Call) and _is_stacking(node) and bool(node.args) and _is_name(node.args[0], name)
+    return isinstance(node, ast.Call) and _is_stacking(node) and bool(node.args) and is_name(node.args[0], name)
 
 
 def _stacks_only(node: ast.expr, name: str) -> bool:
     """Whether a name is no more than stacked in an expression."""
-    every = list(ast.walk(node))
-    return sum(isinstance(each, ast.Name) and each.id == name for each in every) == sum(
-        _is_stack_of(each, name) for each in every
-    )
+    return len(uses(name, node)) == sum(_is_stack_of(each, name) for each in ast.walk(node))

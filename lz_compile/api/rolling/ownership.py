@@ -6,7 +6,7 @@ import ast
 from collections import Counter
 
 from lz_compile.api.rolling.spelling import pairs_of
-from lz_compile.api.rolling.syntax import is_named_call, number
+from lz_compile.api.rolling.syntax import is_named_call, is_single, number
 
 #: What gives memory of its own.
 _MAKERS = frozenset(
@@ -67,12 +67,8 @@ def repeated(statement: ast.stmt) -> dict[str, tuple[ast.stmt, ast.BinOp]]:
         if isinstance(target, ast.Name)
         and isinstance(value, ast.BinOp)
         and isinstance(value.op, ast.Mult)
-        and any(_is_one(each) for each in (value.left, value.right))
+        and any(isinstance(each, ast.List) and is_single(each) for each in (value.left, value.right))
     }
-
-
-def _is_one(value: ast.expr) -> bool:
-    return isinstance(value, ast.List) and len(value.elts) == 1 and not isinstance(value.elts[0], ast.Starred)
 
 
 def numbered(statement: ast.stmt) -> set[str]:

@@ -243,7 +243,7 @@ class _Session:
         scans: list[fx.Node] = []
         if compiles:
             function = torch.compile(function, backend=functools.partial(_counted, scans), dynamic=False)
-        arguments, by_name = copied = copy.deepcopy(pytree.tree_map(_detached, (given, named)))
+        arguments, by_name = copied = copy.deepcopy(pytree.tree_map_only(Tensor, Tensor.detach, (given, named)))
         leaves = [each for each in pytree.tree_leaves(copied) if isinstance(each, Tensor) and each.is_floating_point()]
         modules = [each for each in pytree.tree_leaves(copied) if isinstance(each, nn.Module)]
         modules += [] if module is None else [module]
@@ -269,10 +269,6 @@ def _counted(scans: list[fx.Node], graph: fx.GraphModule, _inputs: Sequence[Any]
     """A backend that runs a graph as it is, and notes its scans."""
     scans += graph.graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan)
     return graph.forward
-
-
-def _detached(each: Any) -> Any:
-    return each.detach() if isinstance(each, Tensor) else each
 
 
 def _text(error: Exception) -> str:

@@ -8,7 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lz_compile.api.rolling.places import Counter, is_place, place_of
-from lz_compile.api.rolling.syntax import PREFIX, NotRolledError, is_whole, number, placed, support, values_read
+from lz_compile.api.rolling.syntax import (
+    PREFIX,
+    NotRolledError,
+    called,
+    is_name,
+    is_whole,
+    number,
+    placed,
+    support,
+    values_read,
+)
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,9 @@ def with_slots(
     What is written and read in another way is left as it is.
     """
     slots: list[Slot] = []
-    kept, grown = _kept(body, counters), _grown(body)
+    every = [each for statement in body for each in ast.walk(statement)]
+    grown = {name for each in every if (name := appended_to(each)) is not None}
+    kept = {each.value.id for each in every if is_place(each, counters) and isinstance(each.ctx, ast.Store)}  # type: ignore[attr-defined]
     for name in sorted(kept | grown):
         uses = _Uses(name, counters, len(slots))
         try:
@@ -49,31 +61,16 @@ def with_slots(
     return body, slots
 
 
-def _kept(body: list[ast.stmt], counters: dict[str, Counter]) -> set[str]:
-    """Names of what is written to by place."""
-    every = (each for statement in body for each in ast.walk(statement))
-    return {each.value.id for each in every if is_place(each, counters) and isinstance(each.ctx, ast.Store)}  # type: ignore[attr-defined]
-
-
-def _grown(body: list[ast.stmt]) -> set[str]:
-    return {name for statement in body for each in ast.walk(statement) if (name := appended_to(each)) is not None}
-
-
 def appended_to(node: ast.AST) -> str | None:
     """The name of a list that a statement appends to."""
-    call = node.value if isinstance(node, ast.Expr) else None
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "append":
-        return None
-    return call.func.value.id if isinstance(call.func.value, ast.Name) and len(call.args) == 1 else None
+    owner, given = called(node, "append")
+    return owner if len(given) == 1 else None
 
 
 def inserted_to(node: ast.AST) -> str | None:
     """The name of a list that a statement inserts to at its beginning."""
-    call = node.value if isinstance(node, ast.Expr) else None
-    if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute) or call.func.attr != "insert":
-        return None
-    is_first = len(call.args) == 2 and number(call.args[0]) == 0
-    return call.func.value.id if isinstance(call.func.value, ast.Name) and is_first else None
+    owner, given = called(node, "insert")
+    return owner if len(given) == 2 and number(given[0]) == 0 else None
 
 
 def _assigned(name: str, value: ast.expr) -> ast.stmt:
@@ -102,10 +99,7 @@ class _Uses(ast.NodeTransformer):
         """``out[t] = y``, after what it reads."""
         node.value = self.visit(node.value)
         target = node.targets[0]
-        is_it = (
-            isinstance(target, ast.Subscript) and isinstance(target.value, ast.Name) and target.value.id == self._name
-        )
-        if len(node.targets) > 1 or not is_it or not isinstance(target, ast.Subscript):
+        if len(node.targets) > 1 or not isinstance(target, ast.Subscript) or not is_name(target.value, self._name):
             node.targets = [self.visit(each) for each in node.targets]
             return node
         if not is_place(target, self._counters):

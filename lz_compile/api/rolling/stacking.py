@@ -5,23 +5,21 @@ from __future__ import annotations
 import ast
 from collections.abc import Sequence
 
-from lz_compile.api.rolling.syntax import SUPPORT, is_named_call, placed, support
+from lz_compile.api.rolling.syntax import SUPPORT, called, is_name, is_named_call, placed, support, uses
 
 
 def is_stacked_only(name: str, statements: Sequence[ast.stmt]) -> bool:
     """Whether a list is no more than stacked or concatenated."""
     every = [each for statement in statements for each in ast.walk(statement)]
-    used = sum(isinstance(each, ast.Name) and each.id == name for each in every)
-    return used == sum(_stacks(each, name) or _is_turning(each, name) or _is_asked(each, name) for each in every)
+    return len(uses(name, *statements)) == sum(
+        _stacks(each, name) or _is_turning(each, name) or _is_asked(each, name) for each in every
+    )
 
 
 def _stacks(node: ast.AST, name: str) -> bool:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
         return False
-    is_torch = (
-        isinstance(node.func.value, ast.Name) and node.func.value.id == "torch" and node.func.attr in ("stack", "cat")
-    )
-    return is_torch and _is_of(node.args[0], name)
+    return is_name(node.func.value, "torch") and node.func.attr in ("stack", "cat") and _is_of(node.args[0], name)
 
 
 def _is_of(held: ast.expr, name: str) -> bool:
@@ -30,7 +28,7 @@ def _is_of(held: ast.expr, name: str) -> bool:
     if turned is not None:
         return _is_of(turned, name)
     held = held.value if isinstance(held, ast.Subscript) and isinstance(held.slice, ast.Slice) else held
-    return isinstance(held, ast.Name) and held.id == name
+    return is_name(held, name)
 
 
 def _turned(held: ast.expr) -> ast.expr | None:
@@ -44,14 +42,12 @@ def _turned(held: ast.expr) -> ast.expr | None:
 def _is_asked(node: ast.AST, name: str) -> bool:
     """Whether it asks whether a list has anything in it."""
     is_ours = isinstance(node, ast.Call) and ast.unparse(node.func) == f"{SUPPORT}.holds"
-    return is_ours and isinstance(node.args[0], ast.Name) and node.args[0].id == name  # type: ignore[attr-defined]
+    return is_ours and is_name(node.args[0], name)  # type: ignore[attr-defined]
 
 
 def _is_turning(node: ast.AST, name: str) -> bool:
     """Whether it is ``xs.reverse()``."""
-    call = node.value if isinstance(node, ast.Expr) else None
-    is_it = isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr == "reverse"
-    return is_it and not call.args and isinstance(call.func.value, ast.Name) and call.func.value.id == name  # type: ignore[union-attr]
+    return called(node, "reverse") == (name, [])
 
 
 class Stacked(ast.NodeTransformer):

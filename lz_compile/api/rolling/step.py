@@ -13,7 +13,9 @@ from lz_compile.api.rolling.syntax import (
     PREFIX,
     NotRolledError,
     changed_in_place,
+    is_name,
     is_path,
+    is_single,
     is_whole,
     loads,
     placed,
@@ -29,29 +31,15 @@ class _Flagged(ast.NodeTransformer):
         self._varying, self._flags = varying, list[ast.expr | None]()
         self._asked: list[tuple[tuple[int, bool], ...]] = []
 
-    def visit_If(self, node: ast.If) -> ast.AST:
-        """``if self.keeps: out.append(y)``."""
-        return self._flagged(node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        """``x[:, t] if self.keeps else y``."""
-        return self._flagged(node)
-
-    def visit_For(self, node: ast.For) -> ast.AST:
-        """A loop in a step."""
+    def visit_For(self, node: ast.For | ast.With) -> ast.AST:
+        """A loop or a block in a step."""
         self._flags.append(None)
         node = self.generic_visit(node)  # type: ignore[assignment]
         self._flags.pop()
         return node
 
-    def visit_With(self, node: ast.With) -> ast.AST:
-        """A block in a step."""
-        self._flags.append(None)
-        node = self.generic_visit(node)  # type: ignore[assignment]
-        self._flags.pop()
-        return node
-
-    def _flagged(self, node: ast.If | ast.IfExp) -> ast.AST:
+    def visit_If(self, node: ast.If | ast.IfExp) -> ast.AST:
+        """``if self.keeps: out.append(y)``, ``x[:, t] if self.keeps else y``."""
         node.test = self.visit(node.test)
         names = loads(node.test)
         is_fixed = not names & self._varying and not any(each.startswith(PREFIX) for each in names)
@@ -64,6 +52,8 @@ class _Flagged(ast.NodeTransformer):
             self._flags.pop()
             self._asked.pop()
         return node
+
+    visit_With, visit_IfExp = visit_For, visit_If
 
     def _under(self) -> ast.expr | None:
         """The conditions that are the same for all steps, as one."""
@@ -103,7 +93,7 @@ class WrittenOut(_Flagged):
         """``h += x`` as ``h = h + x``: a scan's state is no memory to write to."""
         if not isinstance(node.target, ast.Name):
             return node
-        if node.target.id in self._lists and _is_single(node.value):
+        if node.target.id in self._lists and is_single(node.value):
             return self._handed_out(node, Written(node.target.id), node.value.elts[0])  # type: ignore[attr-defined]
         old = ast.Name(node.target.id, ast.Load())
         held = support("like", old, ast.BinOp(old, node.op, node.value))
@@ -118,7 +108,7 @@ class WrittenOut(_Flagged):
                 return self._handed_out(node, Written(target.id, joined=joined[1]), joined[0])
             if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Add) and target.id in self._lists:
                 for one, other, in_front in ((value.left, value.right, False), (value.right, value.left, True)):
-                    if _is_name(one, target.id) and isinstance(other, (ast.List, ast.Tuple)) and _is_single(other):
+                    if is_name(one, target.id) and isinstance(other, (ast.List, ast.Tuple)) and is_single(other):
                         return self._handed_out(node, Written(target.id, in_front=in_front), other.elts[0])
         if len(node.targets) > 1 or not isinstance(target, ast.Subscript) or not isinstance(target.value, ast.Name):
             return node
@@ -142,21 +132,12 @@ class WrittenOut(_Flagged):
         return ast.copy_location(ast.Assign([name], value), node)
 
 
-def _is_name(node: ast.expr, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
-
-
-def _is_single(node: ast.expr) -> bool:
-    return isinstance(node, (ast.List, ast.Tuple)) and len(node.elts) == 1 and not isinstance(node.elts[0], ast.Starred)
+_JOINING = ("torch.cat", "torch.concat", "torch.concatenate")
 
 
 def _joined(name: str, value: ast.expr) -> tuple[ast.expr, ast.expr] | None:
     """What is joined to ``name``, and along which dimension: ``torch.cat([name, y], dim)``."""
-    if not isinstance(value, ast.Call) or ast.unparse(value.func) not in (
-        "torch.cat",
-        "torch.concat",
-        "torch.concatenate",
-    ):
+    if not isinstance(value, ast.Call) or ast.unparse(value.func) not in _JOINING:
         return None
     named = {each.arg: each.value for each in value.keywords}
     dim = value.args[1] if len(value.args) == 2 else named.pop("dim", ast.Constant(0))
@@ -165,7 +146,7 @@ def _joined(name: str, value: ast.expr) -> tuple[ast.expr, ast.expr] | None:
         named
         or not isinstance(parts, (ast.List, ast.Tuple))
         or len(parts.elts) != 2
-        or not _is_name(parts.elts[0], name)
+        or not is_name(parts.elts[0], name)
     ):
         return None
     return parts.elts[1], dim
@@ -178,15 +159,8 @@ class Branches(ast.NodeTransformer):
         self._loop, self._counters, self._changed, self._is_asked = loop, counters, changed, False
         self._perhaps = names.before - names.sure
 
-    def visit_If(self, node: ast.If) -> ast.AST:
-        """``if t == 0:``."""
-        return self._asking(node)
-
-    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
-        """``a if t > 0 else b``."""
-        return self._asking(node)
-
-    def _asking(self, node: ast.If | ast.IfExp) -> ast.AST:
+    def visit_If(self, node: ast.If | ast.IfExp) -> ast.AST:
+        """``if t == 0:``, ``a if t > 0 else b``."""
         self._is_asked = True
         node.test = self.visit(node.test)
         self._is_asked = False
@@ -202,6 +176,8 @@ class Branches(ast.NodeTransformer):
                 made = [self.visit(part) for part in parts]
                 setattr(node, name, made if isinstance(each, list) else made[0])
         return node
+
+    visit_IfExp = visit_If
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:
         """``t < n``."""

@@ -137,6 +137,30 @@ def surely_assigned(statement: ast.stmt) -> set[str]:
     return stores(statement.target) if is_one else set()  # type: ignore[attr-defined]
 
 
+def is_name(node: ast.AST, name: str) -> bool:
+    """Whether it is a name, this one."""
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def uses(name: str, *nodes: ast.AST) -> list[ast.Name]:
+    """A name, wherever it is inside of nodes."""
+    found = (each for node in nodes for each in ast.walk(node))
+    return [each for each in found if isinstance(each, ast.Name) and each.id == name]
+
+
+def called(node: ast.AST, method: str) -> tuple[str | None, list[ast.expr]]:
+    """The owner's name and the arguments of a statement ``name.method(...)``; None and none of another."""
+    match node:
+        case ast.Expr(ast.Call(ast.Attribute(ast.Name(name), attr), given)) if attr == method:
+            return name, given
+    return None, []
+
+
+def is_single(node: ast.expr) -> bool:
+    """Whether it is a list or a tuple of one thing that is written."""
+    return isinstance(node, (ast.List, ast.Tuple)) and len(node.elts) == 1 and not isinstance(node.elts[0], ast.Starred)
+
+
 def is_store(name: ast.Name) -> bool:
     """Whether it is assigned."""
     return isinstance(name.ctx, ast.Store)

@@ -163,12 +163,8 @@ class Policy:
                     return level, Lock(subject.operation, rule.lock, rule.origin)
             fitting = [lock for lock in layer.locks if names.covers(lock.operation, subject.operation)]
             if fitting:
-                return level, max(fitting, key=lambda lock: _narrowness(lock.operation))
+                return level, max(fitting, key=lambda lock: (not names.is_glob(lock.operation), len(lock.operation)))
         return len(self.layers), None
-
-
-def _narrowness(pattern: str) -> tuple[bool, int]:
-    return not names.is_glob(pattern), len(pattern)
 
 
 def _said(layer: Layer, subject: SelectionContext) -> Iterator[Statement]:
