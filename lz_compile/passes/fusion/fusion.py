@@ -34,7 +34,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import is_symbolic, read, tensor_of
 from lz_compile.passes.proof.resize import representative_sizes, shape
-from lz_compile.passes.proof.subgraph import Sizes
+from lz_compile.passes.proof.running import Sizes
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import is_dead
 from lz_compile.passes.rewriting.match import Input, Match

@@ -30,11 +30,10 @@ from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import held_by
 from lz_compile.passes.graph.view import target_name, tensor_of
 from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise
-from lz_compile.passes.proof.cases import Case, cases, inputs_of, some_axes
+from lz_compile.passes.proof.cases import Case, cases, inputs_of, run_kernel, some_axes
+from lz_compile.passes.proof.cases import run as run_side
 from lz_compile.passes.proof.resize import real_sizes, replacement, representative_sizes, resized, shape, whole
-from lz_compile.passes.proof.sides import run as run_side
-from lz_compile.passes.proof.sides import run_kernel
-from lz_compile.passes.proof.subgraph import Sizes, Subgraph
+from lz_compile.passes.proof.running import Sizes, Subgraph
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import KernelCall
 

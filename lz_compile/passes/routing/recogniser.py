@@ -20,8 +20,8 @@ from lz_compile.passes.graph.refusal import NearMiss
 from lz_compile.passes.graph.view import tensor_of, where_of
 from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 from lz_compile.passes.rewriting.twins import Twins
+from lz_compile.passes.routing.products import Summands
 from lz_compile.passes.routing.reading import Reader
-from lz_compile.passes.routing.summands import Summands
 
 OP = "routing"
 

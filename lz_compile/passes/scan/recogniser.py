@@ -24,9 +24,9 @@ from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.purity import refuse_transformed
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, mutated, told
 from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.writes import refuse_transformed
 from lz_compile.passes.loops.recurrence.plan import Part, Plan
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, prefix_scans
 from lz_compile.passes.loops.recurrence.prefix_scan_emitter import match_of
