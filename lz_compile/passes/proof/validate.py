@@ -159,8 +159,9 @@ def recalled(key: str, store: Store | None, run: Callable[[], Validation]) -> Va
     known = _memory.get(key)
     if known is not None:
         return replace(known, origin="memory", seconds=time.perf_counter() - start)
-    verdict = None if store is None else _stored(store, key)
-    if verdict is not None:
+    record = None if store is None else store.load(key, _Record)
+    if record is not None:
+        verdict = Validation(**msgspec.structs.asdict(record))
         _memory[key] = verdict
         return replace(verdict, origin="disk", seconds=time.perf_counter() - start)
     verdict = run()
@@ -181,11 +182,6 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
     reason: str
     origin: Literal["run"]
     seconds: _Error
-
-
-def _stored(store: Store, key: str) -> Validation | None:
-    record = store.load(key, _Record)
-    return None if record is None else Validation(**msgspec.structs.asdict(record))
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,8 @@ def _match(
         RefusedError: its step has no structure that the op knows.
     """
     results = call.results()
-    _check_surroundings(call, effects)
+    refuse_transformed(effects.ambient(call.node))
+    _check_written(call.node, call.operands, max(call.node.users), effects)
     plan = readings.plan(call, effects.ambient(call.node))
     transition = _only(plan)
     if id(transition) not in checked:
@@ -90,12 +91,6 @@ def _only(plan: Plan) -> Transition:
 def _described(parts: list[Part], form: StepForm) -> str:
     names = [form.step.names[form.step.states[state]] for part in parts for state in part.states]
     return f"its states are {', '.join(names)}" if names else "it has no state"
-
-
-def _check_surroundings(call: ScanCall, effects: Effects) -> None:
-    """Refuse inside of function transforms, and where an operand is overwritten before the last result is taken."""
-    refuse_transformed(effects.ambient(call.node))
-    _check_written(call.node, call.operands, max(call.node.users), effects)
 
 
 def _check_written(scan: fx.Node, operands: Iterable[fx.Node], last: fx.Node, effects: Effects) -> None:
