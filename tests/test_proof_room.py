@@ -12,8 +12,7 @@ from torch import Tensor, fx
 
 from lz_compile.ground.isolation import isolated
 from lz_compile.passes.graph.walks import needed
-from lz_compile.passes.proof.running import NotRunnableError, run
-from lz_compile.passes.proof.subgraph import Subgraph
+from lz_compile.passes.proof.running import NotRunnableError, Subgraph, run
 
 
 def between(module: fx.GraphModule, names: list[str]) -> Subgraph:

@@ -10,9 +10,8 @@ import torch.nn.functional as F
 from backends import Traced
 from torch import Tensor, fx
 
-from lz_compile.passes.graph.purity import is_pure
 from lz_compile.passes.graph.view import read
-from lz_compile.passes.graph.writes import overwritten
+from lz_compile.passes.graph.writes import is_pure, overwritten
 
 Writer = Callable[[Tensor], object]
 

@@ -17,7 +17,7 @@ import torch
 from lz_compile import __version__
 from lz_compile.ground import events, health, machine, telemetry
 from lz_compile.lowering import frames, inductor
-from lz_compile.passes.proof.sides import tried
+from lz_compile.passes.proof.cases import tried
 from lz_compile.runtime.choose.calls import DISPATCH
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.registry import kernels

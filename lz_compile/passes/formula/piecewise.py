@@ -18,16 +18,7 @@ from typing import TypeAlias, TypeVar
 import torch
 
 from lz_compile.passes.formula.axes import Axis, LayoutError
-from lz_compile.passes.formula.polynomial import (
-    LARGEST_EXTENT,
-    ONE,
-    ZERO,
-    Polynomial,
-    Variable,
-    lower,
-    number,
-    upper,
-)
+from lz_compile.passes.formula.polynomial import LARGEST_EXTENT, ONE, ZERO, Polynomial, Variable, lower, number, upper
 from lz_compile.passes.formula.predicates import (
     FALSE,
     TRUE,

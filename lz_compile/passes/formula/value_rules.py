@@ -26,15 +26,7 @@ from lz_compile.passes.formula.piecewise import (
 )
 from lz_compile.passes.formula.polynomial import ONE, Polynomial, number, quotient
 from lz_compile.passes.formula.position_rules import POSITIONS, SUMS, Rule, boolean, merged, numeric, operand
-from lz_compile.passes.formula.predicates import (
-    FALSE,
-    TRUE,
-    Predicate,
-    both,
-    choice,
-    either,
-    negation,
-)
+from lz_compile.passes.formula.predicates import FALSE, TRUE, Predicate, both, choice, either, negation
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 if TYPE_CHECKING:

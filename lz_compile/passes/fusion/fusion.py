@@ -34,7 +34,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import is_symbolic, read, tensor_of
 from lz_compile.passes.proof.resize import representative_sizes, shape
-from lz_compile.passes.proof.subgraph import Sizes
+from lz_compile.passes.proof.running import Sizes
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import is_dead
 from lz_compile.passes.rewriting.match import Input, Match
@@ -136,7 +136,8 @@ class _Planner:
         what = f"the {first.op} {where}"
         together = replace(fusion, others={**fusion.others, name: first})
         reason = self._obstacle(first, fusion.match, name, what) or self._conflict(together, what)
-        early = () if reason is not None else self._brought(together, what)
+        both = together.of(together.ops)
+        early = () if reason is not None else brought(what, both.inputs, both.outputs, self._effects)
         if reason is None and isinstance(early, tuple):
             if first.op == RESIDUAL:
                 self._along |= dict.fromkeys(first.core, fusion.match)
@@ -185,10 +186,6 @@ class _Planner:
             if not given.isdisjoint((*other.inputs, *other.read, *other.core)):
                 return Reason("NOT_FUSED", f"{what} is read by the {other.op} at {other.where} before")
         return None
-
-    def _brought(self, fusion: Fusion, what: str) -> tuple[fx.Node, ...] | Reason:
-        together = fusion.of(fusion.ops)
-        return brought(what, together.inputs, together.outputs, self._effects)
 
     def with_siblings(self, fusions: dict[fx.Node, Fusion], matches: Sequence[Match]) -> None:
         """Join neighbours that share operands, each with one other at most."""

@@ -16,9 +16,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lz_compile.passes.editing.edit import MayEdit
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.subclasses import inner_tensors, is_subclass, rebuilt
 from lz_compile.passes.graph.view import tensor_of, tensor_operands
+from lz_compile.passes.rewriting.core import wants_grad
 
 
 def spell_out_subclasses(graph: fx.Graph, may_edit: MayEdit) -> int:
@@ -31,7 +31,7 @@ def spell_out_subclasses(graph: fx.Graph, may_edit: MayEdit) -> int:
     for node in calls:
         ambient = effects.ambient(node)
         result = tensor_of(node)
-        is_moded = ambient.is_transformed or bool(ambient.autocast) or _is_differentiated(node, ambient)
+        is_moded = ambient.is_transformed or bool(ambient.autocast) or wants_grad(ambient, node.all_input_nodes)
         is_plain = result is not None and not is_subclass(result) and not is_moded
         is_kept = overwritten.isdisjoint(map(effects.owner, node.all_input_nodes))
         if is_plain and is_kept and may_edit(node):
@@ -41,11 +41,6 @@ def spell_out_subclasses(graph: fx.Graph, may_edit: MayEdit) -> int:
 
 def _has_subclass(node: fx.Node) -> bool:
     return any(is_subclass(tensor_of(each)) for each in node.all_input_nodes)
-
-
-def _is_differentiated(node: fx.Node, ambient: Any) -> bool:
-    tensors = [tensor_of(each) for each in node.all_input_nodes]
-    return grad_enabled(ambient) and any(each is not None and each.requires_grad for each in tensors)
 
 
 def _replace(graph: fx.Graph, node: fx.Node) -> int:

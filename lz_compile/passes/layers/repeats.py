@@ -16,9 +16,9 @@ from torch import fx
 
 from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.formula import contraction
-from lz_compile.passes.graph.purity import DROPOUTS
 from lz_compile.passes.graph.snapshot import same
 from lz_compile.passes.graph.view import memories_of, read, value_of
+from lz_compile.passes.graph.writes import DROPOUTS
 from lz_compile.passes.loops.roll.search import LEAST_STEPS, Program, Run, runs
 
 #: A region of fewer calls costs more than it saves.

@@ -25,7 +25,7 @@ from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.graph.writes import writes
 from lz_compile.passes.linear.reading import Weight
 from lz_compile.passes.masks.constants import DETERMINISTIC
-from lz_compile.passes.proof.subgraph import Subgraph
+from lz_compile.passes.proof.running import Subgraph
 from lz_compile.passes.rewriting.rewrite import erase_unread
 
 _SIXTEEN = 16

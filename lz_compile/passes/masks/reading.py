@@ -22,15 +22,7 @@ from lz_compile.lowering.bands import Reach
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of, resolve
 from lz_compile.passes.formula.piecewise import Number, Piecewise, Value
 from lz_compile.passes.formula.polynomial import ZERO, Polynomial
-from lz_compile.passes.formula.predicates import (
-    FALSE,
-    TRUE,
-    Predicate,
-    both,
-    conjuncts,
-    negation,
-    variables,
-)
+from lz_compile.passes.formula.predicates import FALSE, TRUE, Predicate, both, conjuncts, negation, variables
 from lz_compile.passes.formula.reader import Source
 from lz_compile.passes.graph.effects import Effects, Look
 from lz_compile.passes.graph.refusal import told

@@ -17,8 +17,8 @@ from lz_compile.lowering.ops import paged_attention as op
 from lz_compile.lowering.ops.paged_attention import Operands
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.purity import refuse_transformed
 from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.writes import refuse_transformed
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Found, Input, Match, Outcome, Site, Trial

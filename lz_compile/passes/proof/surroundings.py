@@ -26,7 +26,7 @@ from lz_compile.passes.graph.refusal import held_by
 from lz_compile.passes.graph.view import is_symbolic, read, tensor_of, value_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.proof.resize import all_axes
-from lz_compile.passes.proof.subgraph import Subgraph
+from lz_compile.passes.proof.running import Subgraph
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import KernelCall, Recipes, splice

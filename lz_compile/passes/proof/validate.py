@@ -30,11 +30,10 @@ from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import held_by
 from lz_compile.passes.graph.view import target_name, tensor_of
 from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise
-from lz_compile.passes.proof.cases import Case, cases, inputs_of, some_axes
+from lz_compile.passes.proof.cases import Case, cases, inputs_of, run_kernel, some_axes
+from lz_compile.passes.proof.cases import run as run_side
 from lz_compile.passes.proof.resize import real_sizes, replacement, representative_sizes, resized, shape, whole
-from lz_compile.passes.proof.sides import run as run_side
-from lz_compile.passes.proof.sides import run_kernel
-from lz_compile.passes.proof.subgraph import Sizes, Subgraph
+from lz_compile.passes.proof.running import Sizes, Subgraph
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import KernelCall
 
@@ -160,8 +159,9 @@ def recalled(key: str, store: Store | None, run: Callable[[], Validation]) -> Va
     known = _memory.get(key)
     if known is not None:
         return replace(known, origin="memory", seconds=time.perf_counter() - start)
-    verdict = None if store is None else _stored(store, key)
-    if verdict is not None:
+    record = None if store is None else store.load(key, _Record)
+    if record is not None:
+        verdict = Validation(**msgspec.structs.asdict(record))
         _memory[key] = verdict
         return replace(verdict, origin="disk", seconds=time.perf_counter() - start)
     verdict = run()
@@ -182,11 +182,6 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
     reason: str
     origin: Literal["run"]
     seconds: _Error
-
-
-def _stored(store: Store, key: str) -> Validation | None:
-    record = store.load(key, _Record)
-    return None if record is None else Validation(**msgspec.structs.asdict(record))
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, grad_enabled
-from lz_compile.passes.graph.purity import refuse_transformed
 from lz_compile.passes.graph.refusal import RefusedError, mutated, told
 from lz_compile.passes.graph.view import read, tensor_of
+from lz_compile.passes.graph.writes import refuse_transformed
 
 #: What is advised where someone reads an inner value of an attention.
 _IF_USED = (

@@ -2,22 +2,31 @@
 
 ``U((Vh x) * delta)`` is the product of four tensors, summed over the axes that the result lacks. Association and order of
 the factors, layouts and the calls that multiply do not show; a detached tensor is another symbol than the tensor.
+
+Of sums in which two adapters may meet, the summands are read, too: one walk over the graph counts, for every value, how many
+products of tensors lie behind it without anything that bends in between. A low-rank adapter has two; a sum of two such is
+worth reading.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import sympy
 from torch import fx
 
-from lz_compile.passes.formula import contraction
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of
-from lz_compile.passes.formula.expressions import DROPOUT, reduce_indicators
+from lz_compile.passes.formula.expressions import DROPOUT, is_cast, reduce_indicators
 from lz_compile.passes.formula.pointwise import Rule
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.view import EMITTED, Call, tensor_of, tensor_operands
+from lz_compile.passes.graph.walks import reached
+from lz_compile.passes.rewriting.core import is_dead
 
 #: The kind of a leaf through which no gradient flows.
 DETACHED = "detached"
@@ -139,3 +148,161 @@ def _diagonal(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
 
 #: What is read besides arithmetic.
 FUNCTIONS: Mapping[str, Rule] = {"detach": _detach, "diag": _diagonal, "diag_embed": _diagonal}
+
+
+_SUMS = frozenset({"add", "sub", "rsub"})
+#: Products that add a further tensor.
+_ADDING = frozenset({"addmm", "baddbmm", "addcmul"})
+_LINEAR = _SUMS | {"neg", "mul", "div", "addcmul", "where", "masked_fill", "detach", "dropout", "diag", "diag_embed"}
+_MULTIPLYING = contraction.PRODUCTS | {"mul", "div", "addcmul", "diag", "diag_embed"}
+#: An adapter has this many products one after the other.
+DEEP = 2
+_DEEPEST, _NODES, _SUMMANDS, _INPUTS = 3, 64, 12, 16
+
+
+@dataclass
+class Summands:
+    """Sums of one graph; ``depth`` is the number of products behind a value, ``size`` that of the operations."""
+
+    effects: Effects
+    depth: dict[fx.Node, int] = field(default_factory=dict)
+    size: dict[fx.Node, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        region = Region(self.effects)
+        for node, call in self.effects.calls.items():
+            if call is None or tensor_of(node) is None or EMITTED in node.meta:
+                continue
+            factors = _factors(region, call)
+            if not factors and not self.is_linear(call):
+                continue
+            inner = [self.effects.current(each, node) for each in tensor_operands(node)]
+            below = max((self.depth.get(each, 0) for each in inner), default=0)
+            self.depth[node] = min(below + max(factors - 1, 0), _DEEPEST)
+            self.size[node] = min(1 + sum(self.size.get(each, 0) for each in inner), _NODES)
+
+    def is_linear(self, call: Call) -> bool:
+        """Whether a call adds, multiplies, casts or rearranges."""
+        return call.name in _LINEAR or is_cast(call) or layout.rearranges(call)
+
+    def is_sum(self, node: fx.Node) -> bool:
+        """Whether a value is a sum of tensors."""
+        call, tensor = self.effects.calls.get(node), tensor_of(node)
+        if call is None or tensor is None or EMITTED in node.meta or not tensor.is_floating_point():
+            return False
+        return call.name in _ADDING or (call.name in _SUMS and len(tensor_operands(node)) > 1)
+
+    def deep(self, anchor: fx.Node) -> list[fx.Node]:
+        """The summands that may be adapters; what is a sum itself, and read by others, is a residual stream."""
+        return [
+            node
+            for node in self.of(anchor)[0]
+            if self.depth.get(node, 0) >= DEEP and not (self.effects.name(node) in _SUMS and self.is_sum(node))
+        ]
+
+    def of(self, anchor: fx.Node) -> tuple[list[fx.Node], list[fx.Node]]:
+        """The summands of a sum, and the sums that it is made of, itself first; what others read too is a summand."""
+        sums, found, queue = [anchor], list[fx.Node](), [anchor]
+        while queue and len(found) < _SUMMANDS:
+            node = queue.pop(0)
+            for operand in self._added(node, found):
+                inner = self.effects.current(operand, node)
+                if self._goes_on(inner):
+                    queue.append(inner)
+                    sums.append(inner)
+                elif inner not in found:
+                    found.append(inner)
+        return found, sums
+
+    def addend(self, node: fx.Node) -> fx.Node | None:
+        """What a product is added to by the same call."""
+        call = self.effects.calls[node]
+        if call is None or call.name not in _ADDING or not isinstance(call.input, fx.Node):
+            return None
+        return self.effects.current(call.input, node)
+
+    def _added(self, node: fx.Node, found: list[fx.Node]) -> list[fx.Node]:
+        call = self.effects.calls[node]
+        assert call is not None, "a sum is a call"
+        if call.name in _ADDING:
+            found.append(node)  # its product is one of the summands
+            return [call.input] if isinstance(call.input, fx.Node) else []
+        return tensor_operands(node)
+
+    def _goes_on(self, node: fx.Node) -> bool:
+        """Whether a summand is a sum itself, or one that is scaled, cast or rearranged, for this sum alone."""
+        call = self.effects.calls.get(node)
+        if call is None or EMITTED in node.meta or len([user for user in node.users if not is_dead(user)]) != 1:
+            return False
+        operands = tensor_operands(node)
+        if call.name in _SUMS:
+            return bool(operands)
+        is_scaled = call.name in ("mul", "div") and len(operands) == 1
+        is_moved = call.name == "neg" or is_cast(call) or layout.rearranges(call)
+        is_above = len(operands) == 1 and (self.is_sum(operands[0]) or self._goes_on(operands[0]))
+        return call.name in _ADDING or ((is_scaled or is_moved) and is_above)
+
+    def inputs(self, summands: list[fx.Node]) -> Iterator[fx.Node]:
+        """What at least two of the deep summands are computed from: that of most of them first, and of it the last."""
+        counts: Counter[fx.Node] = Counter()
+        for summand in summands:
+            counts.update(self.behind(summand))
+        shared = [node for node, count in counts.items() if count > 1 and self._may_be_input(node)]
+        shared.sort(key=lambda node: (counts[node], self.effects.position[node]), reverse=True)
+        yield from dict.fromkeys(map(self._source, shared[:_INPUTS]))
+
+    def behind(self, node: fx.Node) -> set[fx.Node]:
+        """What a value is computed from without bending, as far as it is near."""
+
+        def inner(reader: fx.Node) -> Iterator[fx.Node]:
+            return (self.effects.current(each, reader) for each in tensor_operands(reader) if reader in self.depth)
+
+        return {*reached(inner(node), inner, _NODES)}
+
+    def is_scaled(self, node: fx.Node, source: fx.Node) -> bool:
+        """Whether a vector is multiplied in on the way from ``source``, as far as that is near."""
+
+        def inner(reader: fx.Node) -> list[fx.Node]:
+            call = self.effects.calls[reader]
+            given = [] if call is None or reader is source or reader not in self.depth else _multiplied(call)
+            return [self.effects.current(each, reader) for each in given]
+
+        calls = (self.effects.calls[reader] for reader in reached([node], inner, _NODES))
+        products = (call.node for call in calls if call is not None and call.name in _MULTIPLYING)
+        return any(_is_vector(each) for product in products for each in inner(product))
+
+    def _may_be_input(self, node: fx.Node) -> bool:
+        tensor = tensor_of(node)
+        return tensor is not None and tensor.is_floating_point() and tensor.dim() > 1
+
+    def _source(self, node: fx.Node) -> fx.Node:
+        """What a value is a rearrangement or a cast of."""
+        call = self.effects.calls.get(node)
+        while call is not None and isinstance(call.input, fx.Node) and not call.is_inplace:
+            is_moved = is_cast(call) or layout.rearranges(call) or call.name == "detach"
+            if not is_moved or tensor_of(call.input) is None or node not in self.depth:
+                break
+            node = call.input
+            call = self.effects.calls.get(node)
+        return node
+
+
+def _multiplied(call: Call) -> list[fx.Node]:
+    """The tensors that a call reads, without those that a product adds."""
+    added = call.get("bias") if call.name == "linear" else call.input if call.name in _ADDING else None
+    return [each for each in tensor_operands(call.node) if each is not added]
+
+
+def _is_vector(node: fx.Node) -> bool:
+    """Whether a value has one dimension only, apart from those of size one."""
+    tensor = tensor_of(node)
+    return tensor is not None and sum(size != 1 for size in shape_of(tensor)) == 1
+
+
+def _factors(region: Region, call: Call) -> int:
+    """How many tensors a call multiplies and sums over; none where it is no product."""
+    if call.name == "einsum":
+        return len(tensor_operands(call.node))
+    if call.name in contraction.PRODUCTS or (call.name == "sum" and contraction.is_product_sum(region, call)):
+        return 2
+    return 0

@@ -23,9 +23,8 @@ from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.core import Core, find_core, is_dead, overwritten_edge
 from lz_compile.passes.routing.cosine_mask import Activation, Cosine, cosine_of
 from lz_compile.passes.routing.emitter import Operand, RoutingEmitter
-from lz_compile.passes.routing.products import DETACHED, FUNCTIONS, Products, Term
+from lz_compile.passes.routing.products import DETACHED, FUNCTIONS, Products, Summands, Term
 from lz_compile.passes.routing.roles import Adapter, Kept, Layer, Role, kept_of, role_of
-from lz_compile.passes.routing.summands import Summands
 
 #: The emitter, its core, and everything that was read with its axes.
 Found: TypeAlias = tuple[RoutingEmitter, Core, Mapping[fx.Node, Dims]]

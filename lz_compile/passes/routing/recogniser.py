@@ -17,11 +17,11 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import NearMiss
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.view import tensor_of, tensor_operands, where_of
 from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 from lz_compile.passes.rewriting.twins import Twins
+from lz_compile.passes.routing.products import Summands
 from lz_compile.passes.routing.reading import Reader
-from lz_compile.passes.routing.summands import Summands
 
 OP = "routing"
 
@@ -71,7 +71,8 @@ class Gates:
         if gate is None or match.attributes.to_dict()["gate"] != "token" or not grad_enabled(match.ambient):
             return
         tensor = tensor_of(gate)
-        if tensor is None or not tensor.requires_grad or not self._is_made(gate):
+        is_computed = self.effects.calls[gate] is not None and tensor_operands(gate)
+        if tensor is None or not tensor.requires_grad or is_computed:  # what a network computes is a gate of its own
             return
         rows = " x ".join(str(size) for size in tensor.shape[:-1]) or "1"
         text = (
@@ -83,11 +84,6 @@ class Gates:
             events.record(CODE, f"{op} at {match.where}: {text}; use {edit}")
             self.is_told = True
         yield NearMiss(op, gate, Reason(CODE, text), edit, match.where or where_of(gate))
-
-    def _is_made(self, gate: fx.Node) -> bool:
-        """Whether a gate is given, or filled with a number: what a network computes is a gate of its own."""
-        call = self.effects.calls[gate]
-        return call is None or not any(tensor_of(each) is not None for each in gate.all_input_nodes)
 
 
 def _gate_of(match: Match) -> fx.Node | None:

@@ -19,7 +19,7 @@ from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import hint_of, is_symbolic, known_tensor, tensor_of, value_of
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.proof.resize import resized, whole
-from lz_compile.passes.proof.subgraph import Subgraph
+from lz_compile.passes.proof.running import Subgraph
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, TableEmitter, Trial

@@ -24,9 +24,9 @@ from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.purity import refuse_transformed
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, mutated, told
 from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.writes import refuse_transformed
 from lz_compile.passes.loops.recurrence.plan import Part, Plan
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, prefix_scans
 from lz_compile.passes.loops.recurrence.prefix_scan_emitter import match_of
@@ -66,7 +66,8 @@ def _match(
         RefusedError: its step has no structure that the op knows.
     """
     results = call.results()
-    _check_surroundings(call, effects)
+    refuse_transformed(effects.ambient(call.node))
+    _check_written(call.node, call.operands, max(call.node.users), effects)
     plan = readings.plan(call, effects.ambient(call.node))
     transition = _only(plan)
     if id(transition) not in checked:
@@ -90,12 +91,6 @@ def _only(plan: Plan) -> Transition:
 def _described(parts: list[Part], form: StepForm) -> str:
     names = [form.step.names[form.step.states[state]] for part in parts for state in part.states]
     return f"its states are {', '.join(names)}" if names else "it has no state"
-
-
-def _check_surroundings(call: ScanCall, effects: Effects) -> None:
-    """Refuse inside of function transforms, and where an operand is overwritten before the last result is taken."""
-    refuse_transformed(effects.ambient(call.node))
-    _check_written(call.node, call.operands, max(call.node.users), effects)
 
 
 def _check_written(scan: fx.Node, operands: Iterable[fx.Node], last: fx.Node, effects: Effects) -> None:

@@ -18,7 +18,7 @@ from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.plan import Traces
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, traced
 from lz_compile.passes.loops.roll.step_graph import Emitter
-from lz_compile.passes.proof.subgraph import Subgraph
+from lz_compile.passes.proof.running import Subgraph
 
 
 class Around(Emitter):

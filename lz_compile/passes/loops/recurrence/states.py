@@ -24,7 +24,7 @@ from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, Rebuilt,
 from lz_compile.passes.loops.recurrence.state_parts import split_states
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, insert, is_filled, trace_step, traced
-from lz_compile.passes.proof.subgraph import Subgraph
+from lz_compile.passes.proof.running import Subgraph
 
 #: Changes of states that are tried one after the other.
 _MOST_CHANGES = 4

@@ -19,14 +19,7 @@ from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, dims_of
 from lz_compile.passes.loops.recurrence.index_terms import Atom, SizedError, UnreadableError
-from lz_compile.passes.loops.recurrence.step_rules import (
-    LOGICAL,
-    OF_TRUTH_VALUES,
-    RULES,
-    Rule,
-    cancelled,
-    shape_of,
-)
+from lz_compile.passes.loops.recurrence.step_rules import LOGICAL, OF_TRUTH_VALUES, RULES, Rule, cancelled, shape_of
 from lz_compile.passes.loops.recurrence.step_sizes import elements
 from lz_compile.passes.loops.recurrence.step_trace import FREE, Step, homes, is_delay, is_tensor, prepare
 

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.purity import is_arithmetic, is_pure
 from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import read, tensor_of, value_of
+from lz_compile.passes.graph.writes import is_arithmetic, is_pure
 from lz_compile.passes.loops.roll.search import is_number, rebuilt
 from lz_compile.passes.loops.roll.slices import Slices, slices_of
 from lz_compile.passes.loops.roll.steps import Made, Steps, kind_of

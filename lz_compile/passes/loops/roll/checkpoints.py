@@ -14,8 +14,8 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.lowering.checkpointed_scan import CHUNK_NOTE, checkpointed_scan
 from lz_compile.passes.editing.edit import RefutedError, Rewrite
 from lz_compile.passes.graph.modes import ambient_of
-from lz_compile.passes.graph.purity import is_pure
 from lz_compile.passes.graph.refusal import told
+from lz_compile.passes.graph.writes import is_pure
 from lz_compile.passes.loops.roll.roll import SCAN
 from lz_compile.passes.loops.roll.scan_outputs import is_graded
 from lz_compile.passes.proof.running import NotRunnableError

@@ -25,8 +25,8 @@ from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.loops.roll.facts import Loop, read_loop
 from lz_compile.passes.loops.roll.roll import SCAN, roll, trial_scan
 from lz_compile.passes.loops.roll.search import LEAST_STEPS, Program, Run, phases, runs
+from lz_compile.passes.loops.roll.slices import Versions
 from lz_compile.passes.loops.roll.steps import Grid, Made, Steps, parameters_of
-from lz_compile.passes.loops.roll.versions import Versions
 
 #: Calls of a graph from which on Inductor takes minutes (about 40 ms each, and more the more there are: 1 to 2.5 minutes for
 #: 1,500, over 7 for 3,000; a backward is as much again). Loops of at least so many calls are rolled then.

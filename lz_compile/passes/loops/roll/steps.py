@@ -16,7 +16,7 @@ from torch import fx
 from lz_compile.passes.graph.refusal import RefusedError, mutated, told
 from lz_compile.passes.graph.view import value_of, where_of
 from lz_compile.passes.loops.roll.search import LEAST_STEPS, Program, Run, is_number
-from lz_compile.passes.loops.roll.versions import Versions
+from lz_compile.passes.loops.roll.slices import Versions
 
 #: How many steps ago a value may have been made that a step reads.
 _FARTHEST = 4
