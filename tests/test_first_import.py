@@ -213,14 +213,14 @@ def test_a_trial_costs_less_than_a_second_and_answers_are_plain_json(tmp_path, m
 def test_a_plugin_that_aborts_is_an_event(tmp_path, monkeypatch):
     from importlib import metadata
 
-    from lz_compile.runtime.kernels import plugins
+    from lz_compile.runtime.kernels import registry
 
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "lz_test_plugin.py").write_text("import os\nos.abort()\n")
-    entry = metadata.EntryPoint("bad", "lz_test_plugin:register", plugins.GROUP)
+    entry = metadata.EntryPoint("bad", "lz_test_plugin:register", registry.GROUP)
     libraries.try_first(LazyFunction("lz_test_plugin", "register"))  # which waits; a plugin that takes long comes later
     with pytest.raises(ImportError, match=r"importing it ends its process.*SIGABRT"):
-        plugins.Plugin(entry).run(sys.modules[__name__])
+        registry.Plugin(entry).run(sys.modules[__name__])
 
 
 # ---- the matrix ----------------------------------------------------------------------------------------------------

@@ -25,8 +25,7 @@ from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band, Reach
 from lz_compile.report.changes import changes
 from lz_compile.report.graph_text import statements
-from lz_compile.report.html.page import MOST_BYTES, page
-from lz_compile.report.html.tree import Op, tree
+from lz_compile.report.html.page import MOST_BYTES, Op, page, tree
 from lz_compile.report.mask_picture import picture
 from lz_compile.tools.command_line import main
 

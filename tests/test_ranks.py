@@ -30,9 +30,8 @@ from lz_compile.runtime.policy.settings import Layer, RanksSettings
 from lz_compile.runtime.problem.context import SymbolicDim
 from lz_compile.runtime.ranks import agree, cards, job
 from lz_compile.runtime.ranks.job import Job
-from lz_compile.runtime.ranks.lease import Lease
 from lz_compile.runtime.ranks.problem_key import key_of
-from lz_compile.runtime.ranks.store import JobStore, StoreGoneError
+from lz_compile.runtime.ranks.store import JobStore, Lease, StoreGoneError
 from lz_compile.tools.installation import plain_problem
 
 ROOT = Path(__file__).parent.parent

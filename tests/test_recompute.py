@@ -18,7 +18,7 @@ from lz_compile.lowering import frames, inductor
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
 from lz_compile.lowering.kernels.attention import blocked, tiled
-from lz_compile.lowering.kernels.attention.recompute import recomputed
+from lz_compile.lowering.kernels.attention.blocked import recomputed
 from lz_compile.lowering.ops.attention import Operands, reference
 
 LENGTH = 200

@@ -21,7 +21,7 @@ import lz_compile
 from lz_compile import ArgumentError, OptionError, Padding, Served, ServedState, serve
 from lz_compile.ground import events, store
 from lz_compile.lowering import frames
-from lz_compile.tools import serving, serving_thread, turns
+from lz_compile.tools import serving, serving_thread
 
 Compiler = Callable[[Any, Any], Any]
 
@@ -347,7 +347,7 @@ def test_nothing_of_the_model_runs_in_the_background(compiles: list[str]):
 
 
 @contextmanager
-def stepping(turn: turns.Turns) -> Iterator[list[int]]:
+def stepping(turn: serving_thread.Turns) -> Iterator[list[int]]:
     """A compile in another thread: the number of its steps so far."""
     steps, done = [0], threading.Event()
 
@@ -369,8 +369,8 @@ def stepping(turn: turns.Turns) -> Iterator[list[int]]:
 
 
 def test_a_compile_stands_still_while_a_call_is_answered(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(turns, "PATIENCE_S", 10.0)
-    turn = turns.Turns()
+    monkeypatch.setattr(serving_thread, "PATIENCE_S", 10.0)
+    turn = serving_thread.Turns()
     with stepping(turn) as steps:
         with turn.call(0.0):
             time.sleep(0.05)
@@ -382,8 +382,8 @@ def test_a_compile_stands_still_while_a_call_is_answered(monkeypatch: pytest.Mon
 
 
 def test_calls_that_leave_no_time_between_them_do_not_stop_a_compile_for_good(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(turns, "PATIENCE_S", 0.02)
-    turn, done = turns.Turns(), threading.Event()
+    monkeypatch.setattr(serving_thread, "PATIENCE_S", 0.02)
+    turn, done = serving_thread.Turns(), threading.Event()
 
     def call() -> None:
         while not done.is_set():
@@ -407,16 +407,16 @@ def test_settings_are_those_of_before_when_the_last_of_several_compiles_ends():
     gc.unfreeze()
     before = sys.getswitchinterval(), gc.get_threshold()
     with ExitStack() as second:
-        with stepping(turns.Turns()):
-            second.enter_context(stepping(turns.Turns()))
+        with stepping(serving_thread.Turns()):
+            second.enter_context(stepping(serving_thread.Turns()))
         assert gc.get_threshold() != before[1]
         assert gc.get_freeze_count()
     assert (sys.getswitchinterval(), gc.get_threshold(), gc.get_freeze_count()) == (*before, 0)
 
 
 def test_a_compile_that_holds_a_lock_goes_on(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(turns, "DUTY", 0.0)
-    turn, lock, holds = turns.Turns(), threading.Lock(), threading.Event()
+    monkeypatch.setattr(serving_thread, "DUTY", 0.0)
+    turn, lock, holds = serving_thread.Turns(), threading.Lock(), threading.Event()
 
     def work() -> None:
         with turn.compile(), lock:

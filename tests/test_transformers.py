@@ -18,7 +18,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 import lz_compile
 import lz_compile.integrations.transformers as integration
-from lz_compile.api import attention_calls, mask_reading
+from lz_compile.api import attention_calls
 from lz_compile.errors import ArgumentError, IntegrationError
 from lz_compile.lowering.bands import CAUSAL, Band
 from lz_compile.lowering.ops import attention as op
@@ -344,7 +344,7 @@ def masks(seed: int) -> Tensor:
 @pytest.mark.parametrize("seed", range(300))
 def test_what_is_read_of_a_mask_says_the_same(seed: int):
     mask = masks(seed)
-    found = mask_reading.kept(mask)
+    found = attention_calls.kept(mask)
     if found is None:
         return
     x = torch.empty(mask.shape[0], 1, mask.shape[2], 4)
@@ -356,7 +356,7 @@ def test_what_is_read_of_a_mask_says_the_same(seed: int):
 
 
 def test_most_masks_are_read():
-    found = [mask_reading.kept(masks(seed)) for seed in range(300)]
+    found = [attention_calls.kept(masks(seed)) for seed in range(300)]
     assert sum(each is not None for each in found) > 165
     assert sum(each is not None and "query_documents" in each.operands for each in found) > 5
     assert sum(each is not None and each.attributes.get("band") is not None for each in found) > 50
@@ -364,22 +364,24 @@ def test_most_masks_are_read():
 
 def test_a_mask_that_was_written_to_is_read_again():
     mask = CAUSAL.mask(torch.empty(0), 6, 6)[None, None].clone()
-    assert mask_reading.kept(mask).attributes == {"is_causal": True}
-    assert mask_reading.kept(mask) is mask_reading.kept(mask)
+    assert attention_calls.kept(mask).attributes == {"is_causal": True}
+    assert attention_calls.kept(mask) is attention_calls.kept(mask)
     mask[0, 0, 0, 5] = True
-    assert mask_reading.kept(mask) is None
+    assert attention_calls.kept(mask) is None
     with torch.inference_mode():
-        assert mask_reading.kept(CAUSAL.mask(torch.empty(0), 6, 6)[None, None].clone()) is None, "writes are not seen"
+        assert attention_calls.kept(CAUSAL.mask(torch.empty(0), 6, 6)[None, None].clone()) is None, (
+            "writes are not seen"
+        )
     mask.data = CAUSAL.mask(torch.empty(0), 6, 6)[None, None].clone()
-    assert mask_reading.kept(mask).attributes == {"is_causal": True}
-    assert mask_reading.kept(torch.from_numpy(mask.numpy())) is None, "others may write to this memory"
+    assert attention_calls.kept(mask).attributes == {"is_causal": True}
+    assert attention_calls.kept(torch.from_numpy(mask.numpy())) is None, "others may write to this memory"
 
 
 def test_masks_that_were_read_are_freed():
     masks = [torch.zeros(1, 1, 4, 600, dtype=torch.bool) for _ in range(3)]
     for mask in masks:
         mask[..., :9] = True
-        mask_reading.kept(mask), mask_reading.seen(mask)
+        attention_calls.kept(mask), attention_calls.seen(mask)
     known = [weakref.ref(mask) for mask in masks]
     masks.clear()
     del mask
@@ -391,15 +393,15 @@ def test_padding_is_no_window():
     for keep in (torch.ones(20, 20).bool(), torch.ones(20, 20).tril().bool()):
         mask = keep.expand(2, 1, 20, 20).clone()
         mask[..., :3] = False
-        found = mask_reading.kept(mask)
+        found = attention_calls.kept(mask)
         assert found.attributes.get("band") is None
         assert found.operands["mask"].shape == (2, 1, 1, 20)
 
 
 def test_a_band_that_leaves_a_query_no_key_is_none():
     """Kernels count on a key for every query."""
-    assert mask_reading.kept(Band(lower=2).mask(torch.empty(0), 6, 6)[None, None].clone()) is None
-    assert mask_reading.kept(Band(lower=-2).mask(torch.empty(0), 6, 6)[None, None].clone()) is not None
+    assert attention_calls.kept(Band(lower=2).mask(torch.empty(0), 6, 6)[None, None].clone()) is None
+    assert attention_calls.kept(Band(lower=-2).mask(torch.empty(0), 6, 6)[None, None].clone()) is not None
 
 
 @pytest.mark.parametrize("window", [4, 8, 9, 10])
@@ -555,13 +557,13 @@ def test_of_a_cache_that_is_not_full_only_what_is_seen_is_read(is_padded: bool, 
 
 def test_what_is_seen_of_a_cache_is_read_again_once_more_is():
     mask = torch.zeros(1, 1, 1, 400, dtype=torch.bool)
-    assert mask_reading.seen(mask).mask is None
+    assert attention_calls.seen(mask).mask is None
     mask[..., 3:9] = True
-    first = mask_reading.seen(mask)
+    first = attention_calls.seen(mask)
     assert first.keys == slice(3, 9)
-    assert mask_reading.seen(mask) is first
+    assert attention_calls.seen(mask) is first
     mask[..., 9] = True
-    assert mask_reading.seen(mask).keys == slice(3, 10)
+    assert attention_calls.seen(mask).keys == slice(3, 10)
 
 
 @pytest.mark.parametrize("name", ["mistral", "llama_packed", "llama_left_padded", "llama_static_prefill"])

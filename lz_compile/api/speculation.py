@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lz_compile.api import eager, sampling_calls
+from lz_compile.api import eager, sampling_arguments
 from lz_compile.api.arguments import Arguments, is_plain, remembered
 from lz_compile.api.sampling import sample
 from lz_compile.api.sampling_arguments import row_seeds
@@ -100,7 +100,7 @@ def _bind(given: tuple[Any, ...], check_probabilities: bool) -> Callable[..., tu
     rows, _, vocab = target_probs.shape
     left = Operands(target_probs.new_empty(rows, vocab), seeds=draft_tokens.new_empty(rows))
     salts, tolerance = (_ACCEPTANCE, _DRAW), _SUM_TOLERANCE
-    draw = sampling_calls.bind(left, "ids", torch.float32)
+    draw = sampling_arguments.bind(left, "ids", torch.float32)
     run = code.prepare(target_probs, draw, salts=salts, looks=check_probabilities, tolerance=tolerance)
     return partial(_at_once, run, own)
 

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import fx
 
-from lz_compile.compile.problems import left_as, of_match
-from lz_compile.compile.symbolic_sizes import symbolic_sizes
+from lz_compile.compile.problems import left_as, of_match, symbolic_sizes
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.store import Store
 from lz_compile.lowering import configured

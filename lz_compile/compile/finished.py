@@ -26,8 +26,8 @@ from lz_compile.lowering import dynamo, finished_code, value_guards
 from lz_compile.lowering.finished_code import Code, NotKeepableError
 from lz_compile.report.report import GraphReport, new_report
 from lz_compile.runtime.kernels.registry import kernels
-from lz_compile.runtime.measure import questions
-from lz_compile.runtime.measure.questions import Question
+from lz_compile.runtime.measure import perfdb
+from lz_compile.runtime.measure.perfdb import Question
 from lz_compile.runtime.policy import policy
 
 
@@ -122,7 +122,7 @@ class Attempt:
         from lz_compile.compile.compiler import compile_with_inductor
 
         self.guards = dynamo.guards()
-        with questions.noting() as self.asked, value_guards.noting() as self.looked_at:
+        with perfdb.noting() as self.asked, value_guards.noting() as self.looked_at:
             return compile_with_inductor(self.module, self.inputs, self.mode, self.options, self._keep)
 
     def _taken_up(self) -> Callable[..., Any] | None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from lz_compile.api.rolling.calls import Called
+from lz_compile.api.rolling.containers import Stacked, is_stacked_only
 from lz_compile.api.rolling.loops import read_loop
 from lz_compile.api.rolling.ownership import listed, made, made_tensors, numbered, rebound, repeated
 from lz_compile.api.rolling.parts import Condition, Loop, Scope, Written
@@ -19,7 +20,6 @@ from lz_compile.api.rolling.places import Counter, Read, if_counted
 from lz_compile.api.rolling.running import Support
 from lz_compile.api.rolling.slots import Slot
 from lz_compile.api.rolling.spelling import counted_while, replace_value, with_plain_names
-from lz_compile.api.rolling.stacking import Stacked, is_stacked_only
 from lz_compile.api.rolling.syntax import (
     KNOWN,
     PREFIX,

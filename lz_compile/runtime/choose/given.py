@@ -12,7 +12,7 @@ from lz_compile.ground import memory
 from lz_compile.ground.machine import environment
 from lz_compile.ground.reasons import Reason
 from lz_compile.runtime.choose.problem import Problem
-from lz_compile.runtime.measure import perfdb, questions
+from lz_compile.runtime.measure import perfdb
 from lz_compile.runtime.measure.estimate import fixed_part
 from lz_compile.runtime.measure.perf_record import PerfRecord
 from lz_compile.runtime.policy.resolved import Policy, ResolvedPolicy
@@ -62,4 +62,4 @@ def records_of(problem: Problem, context: SelectionContext, path: str | None) ->
     if not (context.device_type == "cpu" or (context.device_type != "meta" and torch.accelerator.is_available())):
         return []
     where, match = environment(context.device_type), perfdb.canonical(fixed_part(context, problem.alone))
-    return questions.ask(questions.Question(path, context.operation, context.dtype_name, where, match))
+    return perfdb.ask(perfdb.Question(path, context.operation, context.dtype_name, where, match))

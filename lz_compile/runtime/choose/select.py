@@ -27,11 +27,10 @@ from lz_compile.runtime.measure.estimate import INDUCTOR, Estimate, estimates
 from lz_compile.runtime.measure.perf_record import PerfRecord
 from lz_compile.runtime.policy.resolved import Policy, ResolvedPolicy
 from lz_compile.runtime.problem import decision_tree
-from lz_compile.runtime.problem.bucket_limits import limit, within
+from lz_compile.runtime.problem.bucket_limits import Unanswerable, compiles_are_scarce, grown, limit, within
 from lz_compile.runtime.problem.buckets import Sample, winner
 from lz_compile.runtime.problem.context import Symbols
 from lz_compile.runtime.problem.decision_tree import Leaf, Node, choose
-from lz_compile.runtime.problem.hidden_sizes import Unanswerable, compiles_are_scarce, grown
 from lz_compile.runtime.tables import loaded as loaded_tables
 from lz_compile.runtime.tables.loaded import Loaded
 from lz_compile.runtime.tables.trees import MAX_SIZE, over_symbols

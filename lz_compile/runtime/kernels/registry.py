@@ -8,24 +8,28 @@ nor libraries are imported before a kernel is used.
 from __future__ import annotations
 
 import hashlib
+import inspect
 import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lz_compile.errors import RegistrationError, UnknownOperationError
 from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.records import Record
-from lz_compile.runtime.kernels import first_import, libraries, plugins
+from lz_compile.runtime.kernels import first_import, libraries
 from lz_compile.runtime.kernels.kernel import ADAPTERS, KernelSpec
 from lz_compile.runtime.kernels.libraries import LazyFunction
 from lz_compile.runtime.problem.context import operations
 
 if TYPE_CHECKING:
     from lz_compile.runtime.kernels.capabilities import Descriptor, Kernel
+
 
 __all__ = [
     "KERNELS", "KernelInfo", "KernelSpec", "digest", "has_foreign", "kernels", "list_kernels", "register",
@@ -143,7 +147,7 @@ def _found() -> _Table:
 def _load_plugins() -> None:
     _state.is_loading_plugins = True
     try:
-        for plugin in plugins.found():
+        for plugin in _plugins():
             before = dict(_state.plugged)
             try:
                 for path, module in plugin.run(sys.modules[__name__]):
@@ -309,3 +313,70 @@ def _info(spec: KernelSpec) -> KernelInfo:
         provenance=spec.provenance,
         unavailable=spec.availability(),
     )
+
+
+# ---- plugins ---------------------------------------------------------------------------------------------------------
+
+
+GROUP = "layerzero.backends"
+
+
+@dataclass(frozen=True)
+class Plugin:
+    """One announced function, an entry point of the group ``layerzero.backends`` of another distribution.
+
+    It takes this registry or nothing. It registers kernels, or returns a descriptor and its adapter's module,
+    ``(path, "my_package.adapter")``, or a list of such pairs. One that fails, as it does where what it needs is not
+    installed, is an event and adds nothing.
+    """
+
+    entry: metadata.EntryPoint
+
+    def __str__(self) -> str:
+        distribution = f" of {self.entry.dist.name}" if self.entry.dist is not None else ""
+        return f"plugin {self.entry.name}{distribution} ({self.entry.value})"
+
+    def run(self, registry: ModuleType) -> list[tuple[Any, str]]:
+        """Call the function; the descriptors that it returned, each with the name of its adapter's module.
+
+        Args:
+            registry: what a function is given that takes anything.
+
+        Raises:
+            Exception: whatever it raises.
+            ImportError: importing it would end this process.
+            TypeError: it returned something else.
+        """
+        function = self._function()
+        takes_registry = bool(inspect.signature(function).parameters)
+        result = function(registry) if takes_registry else function()
+        pairs = [result] if isinstance(result, tuple) else list(result or ())
+        for pair in pairs:
+            if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], str)):
+                raise TypeError(f"expected pairs (path, module name) or nothing, received {pair!r}")
+        return pairs
+
+    def _function(self) -> Any:
+        """The announced function, imported in another process first.
+
+        Raises:
+            ImportError: that process ended, hung, or needs longer than anybody waits for it.
+        """
+        name = self.entry.attr.partition(".")[0]
+        package = None if self.entry.dist is None else self.entry.dist.name
+        trial = libraries.try_first(LazyFunction(self.entry.module, name), package, waits=False)
+        if trial is not None and not trial.is_answer:
+            raise ImportError(f"its first import takes long ({trial.text}); a later process loads it")
+        if trial is not None and not trial.is_harmless:
+            raise ImportError(f"importing it {trial.outcome}, as a process of its own showed ({trial.text})")
+        return self.entry.load()
+
+
+def _plugins() -> list[Plugin]:
+    """Every plugin that is installed, in the order of their names; metadata that cannot be read is an event."""
+    try:
+        entries = sorted(metadata.entry_points(group=GROUP), key=lambda entry: (entry.name, entry.value))
+    except Exception as error:  # noqa: BLE001 metadata that somebody else's installer wrote must not break a compile
+        events.record("BACKEND_IMPORT_FAILED", f"reading the entry points of {GROUP}; no plugin is loaded", error)
+        return []
+    return [Plugin(entry) for entry in entries]

@@ -6,7 +6,7 @@ import bisect
 import math
 from collections.abc import Mapping, Sequence
 
-from lz_compile.runtime.problem.buckets import INCUMBENT, MARGIN, Sample, log_regret
+from lz_compile.runtime.problem.buckets import INCUMBENT, MARGIN, REACH, Sample, log_regret, tree
 from lz_compile.runtime.problem.decision_tree import (
     Leaf,
     Node,
@@ -85,11 +85,11 @@ class _Run:
         for first in reversed(range(size)):
             for last in range(first, size):
                 edge = self.ats[last : last + 1]
-                for used, (added, tree) in enumerate(self._group(first, last), 1):
+                for used, (added, joined) in enumerate(self._group(first, last), 1):
                     for allowed in range(used, self.count + 1):
                         more, ats, parts = best[last + 1][allowed - used]
                         if added + more < best[first][allowed][0]:
-                            best[first][allowed] = (added + more, (*edge, *ats), (tree, *parts))
+                            best[first][allowed] = (added + more, (*edge, *ats), (joined, *parts))
         return best[0][1:]
 
     def _group(self, first: int, last: int) -> list[_Pruned]:
@@ -187,3 +187,49 @@ def _loses(kernel: str, samples: Sequence[Sample], incumbent: str, margin: float
 def _common(samples: Sequence[Sample]) -> list[str]:
     """The kernels that were measured at every sample, as the first lists them."""
     return [k for k in samples[0].latency_us if all(k in s.latency_us for s in samples)] if samples else []
+
+
+# ---- sizes that cannot be asked about, and sizes of which nothing is known -------------------------------------------
+
+
+#: Compilations of a function that questions leave to other reasons to compile it again (dtype, gradients, modules).
+SPARE_COMPILES = 2
+
+
+class Unanswerable(Exception):
+    """A question about a size that no guard can, or should, answer; the text says why. The decision is then taken without."""
+
+
+def compiles_are_scarce() -> bool:
+    """Whether Dynamo has compiled the present function so often that no more guards can be afforded.
+
+    Past its limit it runs a function eagerly without a word.
+    """
+    from lz_compile.lowering import frames
+
+    left = frames.compiles_left()
+    return left is not None and left < SPARE_COMPILES
+
+
+def grown(
+    samples: Sequence[Sample],
+    spoken_of: Sequence[bool],
+    names: Sequence[str],
+    incumbent: str,
+    margin: float,
+    preference: Sequence[str],
+) -> Node:
+    """The decision tree over symbols. Where nothing is known of any kernel, far from all that is, it names none.
+
+    Args:
+        samples: one for each point.
+        spoken_of: whether a measurement or prior speaks of a point.
+        names: the symbols.
+        incumbent: the kernel to take where no other is better.
+        margin: by how much another must be.
+        preference: of kernels that are equally fast, the first one is taken.
+    """
+    known = [sample for sample, is_known in zip(samples, spoken_of, strict=True) if is_known]
+    is_everywhere = len(known) in (0, len(samples))
+    reach = math.inf if is_everywhere else REACH
+    return tree(samples if is_everywhere else known, names, incumbent, margin, preference=preference, reach=reach)

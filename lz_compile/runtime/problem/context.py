@@ -246,7 +246,7 @@ def _has_custom_scale(attributes: Any, dims: Mapping[str, Dim]) -> bool:
 
 
 class Symbols(Protocol):
-    """What a selection asks of the symbolic sizes of a match (``compile/symbolic_sizes.py``)."""
+    """What a selection asks of the symbolic sizes of a match (``compile/problems.py``)."""
 
     @property
     def symbols(self) -> Mapping[str, Any]:

@@ -27,9 +27,8 @@ from lz_compile.runtime.policy import policy as policies
 from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.ranks import cards
 from lz_compile.runtime.ranks.job import Job, WhyNot
-from lz_compile.runtime.ranks.lease import Lease, Turn
 from lz_compile.runtime.ranks.problem_key import key_of
-from lz_compile.runtime.ranks.store import StoreGoneError
+from lz_compile.runtime.ranks.store import Lease, StoreGoneError, Turn
 from lz_compile.runtime.tables.loaded import Loaded
 
 

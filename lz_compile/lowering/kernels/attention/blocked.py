@@ -8,15 +8,19 @@ free. A compiled backward computes the scores again instead of reading what the 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+from torch import fx
+from torch.fx import traceback
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
-from lz_compile.lowering.kernels.attention.recompute import recomputed
 from lz_compile.lowering.ops.attention import Operands
 
 #: Operands that are not broadcast to scores as they are.
@@ -290,3 +294,25 @@ def _weighted(weights: torch.Tensor, total: torch.Tensor, block: _Block, attrs: 
         weights = weights.to(dtype).reshape(block.value.shape[0], -1, columns)
     out = (weights @ block.value).reshape(batch, heads, rows, block.value.shape[-1])
     return out if is_normalised else out / total
+
+
+# ---- what a compiled backward computes again, instead of reading what the forward stored for it ----------------------
+
+
+def recomputed(tensor: Any) -> AbstractContextManager[None]:
+    """The operations made inside, where they become nodes of a graph that ``tensor`` is a proxy or a traced tensor of.
+
+    A node says so in its metadata, as those that activation checkpointing makes do, and AOTAutograd's partitioner obeys;
+    no graph is nested and nothing is kept out of its cache. Random numbers are the same again: by then they are functions
+    of a seed. Operations that simply run, and those that Dynamo traces, are as ever.
+    """
+    if torch.compiler.is_dynamo_compiling() or not (isinstance(tensor, fx.Proxy) or get_proxy_mode() is not None):
+        return nullcontext()
+    return _marking()
+
+
+@contextmanager
+def _marking() -> Iterator[None]:
+    with traceback.preserve_node_meta():
+        traceback.current_meta = {**traceback.current_meta, "recompute": CheckpointPolicy.MUST_RECOMPUTE}
+        yield
