@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import lz_compile as lz
 from lz_compile.ground import events
-from lz_compile.lowering.encoded_attributes import encode
+from lz_compile.lowering.attributes import encode
 from lz_compile.lowering.kernels.scan import rolled
 from lz_compile.lowering.kernels.scan.computed import compute_while_scanning
 from lz_compile.lowering.kernels.scan.cpp_terms import FUNCTIONS, Recipe
