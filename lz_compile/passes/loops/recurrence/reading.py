@@ -14,8 +14,7 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError, held_by
-from lz_compile.passes.graph.view import is_boolean, read, tensor_of, value_of
-from lz_compile.passes.graph.walks import reached
+from lz_compile.passes.graph.view import is_boolean, reached, read, tensor_of, value_of
 from lz_compile.passes.loops.recurrence.plan import Plan, plan_of
 from lz_compile.passes.loops.recurrence.step_form import read_step
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, Step, trace_step

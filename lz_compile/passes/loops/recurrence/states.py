@@ -15,8 +15,7 @@ from torch import fx
 
 from lz_compile.passes.graph.modes import Ambient, faking
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import known_tensor
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import known_tensor, needed
 from lz_compile.passes.loops.recurrence.batched import Around
 from lz_compile.passes.loops.recurrence.plan import Plan
 from lz_compile.passes.loops.recurrence.reading import Readings
