@@ -17,7 +17,7 @@ from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.passes.editing.edit import RefutedError, Rewrite, apply
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.loops.recurrence import reading as scan_reading
+from lz_compile.passes.loops.recurrence import states as scan_states
 from lz_compile.passes.loops.recurrence.distribute import Distributed, distribute, shown_on_few_steps, why_unknown
 from lz_compile.passes.loops.recurrence.step_trace import SCAN
 from lz_compile.passes.rewriting.match import Match
@@ -201,13 +201,13 @@ def test_the_formula_says_what_was_found():
 def test_loops_of_equal_layers_are_read_once(monkeypatch):
     family = KNOWN["kda_gates_inside"]
     traced: list[object] = []
-    inner = scan_reading.trace_step
+    inner = scan_states.trace_step
 
     def counting(*arguments: Any) -> Any:
         traced.append(arguments)
         return inner(*arguments)
 
-    monkeypatch.setattr(scan_reading, "trace_step", counting)
+    monkeypatch.setattr(scan_states, "trace_step", counting)
     init, (q, k, v, a, b) = inputs(family)
 
     def layers(q: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from graphs import capture
 from torch import Tensor, fx
 
 from lz_compile.ground.isolation import isolated
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import needed
 from lz_compile.passes.proof.running import NotRunnableError, Subgraph, run
 
 

@@ -11,7 +11,7 @@ from backends import Traced
 from torch import Tensor
 
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
-from lz_compile.passes.loops.roll import checkpoints
+from lz_compile.passes.loops.roll import scan_outputs as checkpoints
 from lz_compile.passes.loops.roll.scan_outputs import is_graded
 from lz_compile.passes.proof import trial_run
 from lz_compile.passes.proof.running import NotRunnableError, run_steps

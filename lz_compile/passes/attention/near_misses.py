@@ -26,8 +26,7 @@ from lz_compile.passes.formula.distances import is_distance
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.refusal import OUT_OF_PLACE, NearMiss, RefusedError, told
-from lz_compile.passes.graph.view import EMITTED, Call, is_floating, known_tensor, tensor_of, where_of
-from lz_compile.passes.graph.walks import reached
+from lz_compile.passes.graph.view import EMITTED, Call, is_floating, known_tensor, reached, tensor_of, where_of
 from lz_compile.passes.rewriting.match import refusal_of
 
 _NORMALISED = frozenset({"softmax", "log_softmax"})

@@ -14,8 +14,7 @@ from lz_compile.passes.formula.axes import Dims, LayoutError
 from lz_compile.passes.formula.contraction import Factor
 from lz_compile.passes.formula.expressions import number, specialised
 from lz_compile.passes.graph.refusal import RefusedError, told
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
-from lz_compile.passes.graph.walks import reached
+from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of
 
 _WIDENING = {
     torch.float16: (torch.float32, torch.float64),

@@ -23,8 +23,7 @@ from lz_compile.passes.formula.contraction import Contraction, Factor
 from lz_compile.passes.formula.expressions import INFINITY, tidy
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
-from lz_compile.passes.graph.walks import reached
+from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.meaning import Meanings
 from lz_compile.passes.rewriting.core import Core, find_core

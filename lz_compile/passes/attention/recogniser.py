@@ -32,8 +32,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, bro
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.refusal import OUT_OF_PLACE, NearMiss, RefusedError, told
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, where_of
-from lz_compile.passes.graph.walks import reached
+from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of, where_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.meaning import Meanings
 from lz_compile.passes.rewriting.core import find_core

@@ -19,8 +19,7 @@ from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.layout import stride_order
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import told
-from lz_compile.passes.graph.view import Call, called, known_tensor, tensor_of
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import Call, called, known_tensor, needed, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Cell, Found, Input, Match, Site, TableEmitter, Trial

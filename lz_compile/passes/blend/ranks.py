@@ -18,8 +18,7 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.axes import Dims, fresh
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import known_tensor, read, tensor_of
-from lz_compile.passes.graph.walks import reached
+from lz_compile.passes.graph.view import known_tensor, reached, read, tensor_of
 from lz_compile.passes.proof.validate import described
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, sizes_for
 from lz_compile.passes.sampling.stores import is_ordering, ordered_dim

@@ -21,8 +21,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_
 from lz_compile.passes.formula.expressions import reduce_indicators
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError, told
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of
 from lz_compile.passes.rewriting.core import Core, find_core, is_dead
 
 #: The emitter, its core, and everything that was read with its axes.

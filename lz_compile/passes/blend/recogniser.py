@@ -22,8 +22,7 @@ from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import tensor_of, where_of
-from lz_compile.passes.graph.walks import reached
+from lz_compile.passes.graph.view import reached, tensor_of, where_of
 from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 
 OP = "blend"

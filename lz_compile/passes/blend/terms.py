@@ -19,8 +19,7 @@ from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC, Ari
 from lz_compile.passes.formula.expressions import constant_value, is_cast, specialised
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import EMITTED, Call, is_boolean, is_integer, tensor_of, value_of
-from lz_compile.passes.graph.walks import reached
+from lz_compile.passes.graph.view import EMITTED, Call, is_boolean, is_integer, reached, tensor_of, value_of
 
 #: The factors of a product, in the order of their names, as often as they occur.
 Factors: TypeAlias = tuple[fx.Node, ...]

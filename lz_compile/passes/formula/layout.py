@@ -11,8 +11,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import Shape, Size, as_size, product, shape_of
 from lz_compile.passes.formula.axes import Dims, LayoutError, atoms, broadcast_from, regroup, take
-from lz_compile.passes.graph.view import Call, memories_of, read, tensor_of, value_of
-from lz_compile.passes.graph.walks import reached
+from lz_compile.passes.graph.view import Call, memories_of, reached, read, tensor_of, value_of
 
 Reader = Callable[[Call, Shape, Dims], Dims]
 

@@ -18,8 +18,7 @@ from lz_compile.passes.formula.activations import bends, is_read
 from lz_compile.passes.formula.axes import LayoutError, fresh
 from lz_compile.passes.formula.expressions import is_cast, is_constant
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import EMITTED, Call, tensor_of, tensor_operands
-from lz_compile.passes.graph.walks import reached
+from lz_compile.passes.graph.view import EMITTED, Call, reached, tensor_of, tensor_operands
 
 #: Products that are projections; the last ones with weights of several experts, or over neighbours.
 PRODUCTS = contraction.PRODUCTS | {"grouped_mm", "_grouped_mm", "grouped_mm_fallback", "scaled_mm", "_scaled_mm"}

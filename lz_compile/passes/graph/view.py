@@ -10,7 +10,9 @@ from __future__ import annotations
 import inspect
 import operator
 import os
-from collections.abc import Mapping
+import sys
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -367,3 +369,30 @@ EMITTED = "layerzero_emitted"
 def provenance(template: fx.Node) -> dict[str, Any]:
     """The metadata that says where a node comes from, and that it is ours, for what replaces ``template``."""
     return {**origin_of(template), EMITTED: True}
+
+
+def reached(
+    start: Iterable[fx.Node],
+    following: Callable[[fx.Node], Iterable[fx.Node]] = operator.attrgetter("all_input_nodes"),
+    most: int = sys.maxsize,
+) -> Iterator[fx.Node]:
+    """Some nodes and what follows, each once, the nearest first; once ``most`` are known, nothing is followed any more."""
+    known = dict.fromkeys(start)
+    queue = deque(known)
+    while queue:
+        node = queue.popleft()
+        yield node
+        for each in following(node) if len(known) < most else ():
+            if each not in known:
+                known[each] = None
+                queue.append(each)
+
+
+def needed(
+    wanted: Iterable[fx.Node],
+    given: Container[fx.Node],
+    operands: Callable[[fx.Node], Iterable[fx.Node]] = operator.attrgetter("all_input_nodes"),
+) -> list[fx.Node]:
+    """Some nodes and everything that they need, back to what is ``given``, in graph order."""
+    start = (node for node in wanted if node not in given)
+    return sorted(reached(start, lambda node: (each for each in operands(node) if each not in given)))

@@ -24,7 +24,7 @@ from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
 from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.sizes import as_size
-from lz_compile.passes.formula.strides import that_count
+from lz_compile.passes.formula.moves import that_count
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, ambient_context, grad_enabled
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError

@@ -20,8 +20,7 @@ from lz_compile.passes.editing.edit import Rewrite
 from lz_compile.passes.formula.axes import atoms
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError, told
-from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensors_in, value_of
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import known_tensor, memory_of, needed, read, tensors_in, value_of
 from lz_compile.passes.graph.writes import writes
 from lz_compile.passes.linear.reading import Weight
 from lz_compile.passes.masks.constants import DETERMINISTIC

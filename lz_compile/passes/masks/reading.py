@@ -29,7 +29,6 @@ from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.masks import bands as mask_bands
 from lz_compile.passes.masks import constant_patterns
-from lz_compile.passes.masks import reach as mask_reach
 from lz_compile.passes.masks.bands import Positions
 from lz_compile.passes.masks.constants import Constant, Constants, hold_the_same
 from lz_compile.passes.masks.index_reading import Reader, read_window, seen_in_window
@@ -225,7 +224,7 @@ class _Reading:
             kept = value > value.min()
             if bool(value.isnan().any()) or float(value.min()) > -1e4 or len(value.unique()) > 2:
                 return None
-        return mask_reach.of_values(kept, places[0], places[1])
+        return mask_bands.reach_of_values(kept, places[0], places[1])
 
     # ---- from values to meanings ------------------------------------------------------------------------------
 
@@ -285,7 +284,7 @@ class _Reading:
             parts.flags,
             None if sides is None else Documents(sides.query.node, sides.query.dims, sides.key.node, sides.key.dims),
             is_exact=is_exact,
-            reach=mask_reach.of_predicate(both(*positional), self.at) if positional else None,
+            reach=mask_bands.reach_of(both(*positional), self.at) if positional else None,
             buffers=tuple(self.reader.buffers),
             label=parts.label(band),
         )

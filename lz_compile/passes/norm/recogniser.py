@@ -26,8 +26,7 @@ from lz_compile.passes.formula.normal_form import NormalForm, normal_form
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
-from lz_compile.passes.graph.view import Call, is_floating, tensor_of, tensor_operands
-from lz_compile.passes.graph.walks import reached
+from lz_compile.passes.graph.view import Call, is_floating, reached, tensor_of, tensor_operands
 from lz_compile.passes.norm.emitter import NormEmitter
 from lz_compile.passes.rewriting.core import Core, find_core, is_dead
 from lz_compile.passes.rewriting.match import Driver, Match, Outcome, refusal_of

@@ -25,8 +25,7 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.formula.expressions import constant_value, is_constant
 from lz_compile.passes.graph.refusal import held_by
-from lz_compile.passes.graph.view import Call, hint_of, is_symbolic, known_tensor, read, tensor_of
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import Call, hint_of, is_symbolic, known_tensor, needed, read, tensor_of
 from lz_compile.passes.proof.running import Sizes, Subgraph
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.match import Match

@@ -23,8 +23,7 @@ from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import ambient_context
 from lz_compile.passes.graph.refusal import held_by
-from lz_compile.passes.graph.view import is_symbolic, read, tensor_of, value_of
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import is_symbolic, needed, read, tensor_of, value_of
 from lz_compile.passes.proof.resize import all_axes
 from lz_compile.passes.proof.running import Subgraph
 from lz_compile.passes.rewriting.builder import Builder

@@ -11,7 +11,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import Size, as_size
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.strides import strides_matter
+from lz_compile.passes.formula.moves import strides_matter
 from lz_compile.passes.graph.modes import faking
 from lz_compile.passes.graph.view import known_tensor, provenance, read, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, GraphBuilder

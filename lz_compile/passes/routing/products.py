@@ -24,8 +24,7 @@ from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of
 from lz_compile.passes.formula.expressions import DROPOUT, is_cast, reduce_indicators
 from lz_compile.passes.formula.pointwise import Rule
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import EMITTED, Call, tensor_of, tensor_operands
-from lz_compile.passes.graph.walks import reached
+from lz_compile.passes.graph.view import EMITTED, Call, reached, tensor_of, tensor_operands
 from lz_compile.passes.rewriting.core import is_dead
 
 #: The kind of a leaf through which no gradient flows.

@@ -10,8 +10,7 @@ from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, is_floating, tensor_of
-from lz_compile.passes.graph.walks import reached
+from lz_compile.passes.graph.view import Call, is_floating, reached, tensor_of
 from lz_compile.passes.sampling.stores import ORDERING
 
 _DRAWS = frozenset({"multinomial", "argmax", "cumsum"})

@@ -16,8 +16,7 @@ from lz_compile.lowering.spelled import spelled
 from lz_compile.lowering.token_bits import pack
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import hint_of, is_symbolic, known_tensor, tensor_of, value_of
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import hint_of, is_symbolic, known_tensor, needed, tensor_of, value_of
 from lz_compile.passes.proof.resize import resized, whole
 from lz_compile.passes.proof.running import Subgraph
 from lz_compile.passes.rewriting.builder import Builder

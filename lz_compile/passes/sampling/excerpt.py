@@ -22,8 +22,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, reg
 from lz_compile.passes.formula.expressions import is_constant
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, is_symbolic, known_tensor, tensor_of, value_of
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import Call, is_symbolic, known_tensor, needed, tensor_of, value_of
 from lz_compile.passes.proof.resize import resized, shape, whole
 from lz_compile.passes.proof.running import Subgraph
 from lz_compile.passes.sampling.stores import is_ordering

@@ -35,7 +35,6 @@ from lz_compile.passes.sampling.logit_processors import logit_processors_of
 from lz_compile.passes.sampling.probes import Limits
 from lz_compile.passes.sampling.unfiltered import masked_softmax, sorted_draw
 
-_OP = "sampling"
 #: Between what numbers operands are.
 _RANGES: Mapping[str, tuple[float, float]] = {
     "bitmask": (-(2.0**31), 2.0**31 - 1),
@@ -45,11 +44,6 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "min_p": (0.0, 0.5),
     "seeds": (0.0, 2.0**62),
 }
-
-
-def sampling_calls(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
-    """Every such call."""
-    return op_calls(_OP, graph, effects, _match)
 
 
 def _match(node: fx.Node, effects: Effects) -> Match:
@@ -66,7 +60,7 @@ def _match(node: fx.Node, effects: Effects) -> Match:
     inputs = {each: Input(axes.dims(name, tensors[name]), range=_RANGES.get(name)) for name, each in given.items()}
     emitter, formula = CallEmitter(given, attrs, Operands), f"{attrs.result} of {', '.join(given)}"
     return Match(
-        _OP,
+        OP,
         Site.of(Core((node,), ambient), (axes.rows,) if attrs.result == "ids" else (axes.rows, axes.vocab), {}),
         Found(attrs, facts, inputs, {"logits": given["logits"]}, emitter, formula),
         Trial(pinned=axes.pinned),
@@ -93,7 +87,7 @@ class _Axes:
 
 def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every chain of filters in ``graph``, masks before a softmax, and every filter that was refused, with the reason."""
-    yield from sampling_calls(graph, effects)
+    yield from op_calls(OP, graph, effects, _match)
     reader, matcher = FilterReader(effects), _Matcher(effects)
     yield from Driver(OP, covered=reader.covered).walk(graph.nodes, reader.is_anchor, reader.filter)
     driver = Driver(OP)

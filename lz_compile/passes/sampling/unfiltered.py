@@ -10,8 +10,7 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.axes import fresh
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.graph.walks import reached
+from lz_compile.passes.graph.view import reached, tensor_of
 from lz_compile.passes.sampling.drawn import draws
 from lz_compile.passes.sampling.excerpt import Scores
 from lz_compile.passes.sampling.filters import Filter

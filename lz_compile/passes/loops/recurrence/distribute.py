@@ -23,9 +23,8 @@ from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
 from lz_compile.passes.graph.view import known_tensor, tensor_of, value_of, where_of
 from lz_compile.passes.loops.recurrence.batched import Around, Batched
 from lz_compile.passes.loops.recurrence.plan import Part, Plan
-from lz_compile.passes.loops.recurrence.reading import Readings, is_indicator
 from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, erase_scan, insert_scan, replace_results
-from lz_compile.passes.loops.recurrence.states import restated
+from lz_compile.passes.loops.recurrence.states import Readings, is_indicator, restated
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
 from lz_compile.passes.loops.roll.reroll import takes_long
 from lz_compile.passes.loops.roll.scan_outputs import scans_of_ours

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.walks import needed, reached
+from lz_compile.passes.graph.view import needed, reached
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_rules import moves_only
 from lz_compile.passes.loops.recurrence.step_sizes import elements

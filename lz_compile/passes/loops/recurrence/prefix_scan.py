@@ -22,8 +22,7 @@ from lz_compile.ground.sizes import Size, as_size
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, where_of
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of, where_of
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
 from lz_compile.passes.proof.agreement import agree
 from lz_compile.passes.proof.running import Subgraph

@@ -25,8 +25,7 @@ from lz_compile.passes.formula.axes import LayoutError, fresh
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, tensor_operands
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of, tensor_operands
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, dims_of
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
 from lz_compile.passes.rewriting.core import Core

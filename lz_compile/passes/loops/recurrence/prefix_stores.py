@@ -22,8 +22,7 @@ from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula.layout import stride_order
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of
-from lz_compile.passes.graph.walks import reached
+from lz_compile.passes.graph.view import known_tensor, memory_of, reached, read, tensor_of
 from lz_compile.passes.loops.recurrence.sweep_proof import Region, Sweep, proven
 from lz_compile.passes.loops.roll.step_graph import Emitter
 from lz_compile.passes.rewriting.core import wants_grad

@@ -18,7 +18,7 @@ from torch import fx
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import Size
 from lz_compile.passes.graph.refusal import RefusedError, told
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import needed
 from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, mapped
 from lz_compile.passes.loops.recurrence.index_terms import Atom, Factor, Term, subterm
 from lz_compile.passes.loops.recurrence.index_values import Source, Values, masks_of, ways_of, where_held

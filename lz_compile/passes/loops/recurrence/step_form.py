@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.graph.refusal import told
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import needed
 from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, dims_of
 from lz_compile.passes.loops.recurrence.index_terms import Atom, SizedError, UnreadableError
 from lz_compile.passes.loops.recurrence.step_rules import LOGICAL, OF_TRUTH_VALUES, RULES, Rule, cancelled, shape_of

@@ -15,8 +15,7 @@ from torch.utils import _pytree as pytree
 from lz_compile.ground.sizes import Size, as_size
 from lz_compile.passes.formula.axes import quotient
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import hint_of
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import hint_of, needed
 
 #: So many sizes are multiplied or divided by each other, at most.
 _MOST_FACTORS = 6

@@ -20,8 +20,7 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.expressions import constant_value
 from lz_compile.passes.graph.modes import Ambient, faking
 from lz_compile.passes.graph.refusal import RefusedError, told
-from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of, value_of
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import known_tensor, memory_of, needed, read, tensor_of, value_of
 from lz_compile.passes.graph.writes import overwritten
 from lz_compile.passes.loops.recurrence.step_sizes import StepSizes, name_sizes
 

@@ -17,7 +17,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import Size, product
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import needed
 from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, substituted
 from lz_compile.passes.loops.recurrence.index_terms import (
     IDENTITY,
@@ -28,9 +28,8 @@ from lz_compile.passes.loops.recurrence.index_terms import (
     connected,
     subterm,
 )
-from lz_compile.passes.loops.recurrence.rank_one import Product, paired, products_of
 from lz_compile.passes.loops.recurrence.step_form import StepForm
-from lz_compile.passes.loops.recurrence.step_rules import is_curved, shape_of
+from lz_compile.passes.loops.recurrence.step_rules import Product, is_curved, paired, products_of, shape_of
 
 _MAX_RANK = 8
 #: More updates than this that nothing erases are one dense summand.

@@ -20,8 +20,7 @@ from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.expressions import is_constant
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
-from lz_compile.passes.graph.view import known_tensor, read, tensor_of, where_of
-from lz_compile.passes.graph.walks import needed
+from lz_compile.passes.graph.view import known_tensor, needed, read, tensor_of, where_of
 from lz_compile.passes.loops.roll.facts import Loop, read_loop
 from lz_compile.passes.loops.roll.roll import SCAN, roll, trial_scan
 from lz_compile.passes.loops.roll.search import LEAST_STEPS, Program, Run, phases, runs

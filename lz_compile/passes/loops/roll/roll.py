@@ -10,7 +10,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.formula.layout import is_returned, stride_order
-from lz_compile.passes.formula.strides import strides_matter
+from lz_compile.passes.formula.moves import strides_matter
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError, hold, told
