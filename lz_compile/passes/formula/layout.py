@@ -198,13 +198,13 @@ def read_input_dims(call: Call, dims: Dims) -> Dims | None:
     is_cast = name == "view" and any(isinstance(value, torch.dtype) for value in call.arguments.values())
     if reader is None or is_cast or call.is_inplace:  # in place, the input's shape is no longer known
         return None
-    if name == "getitem" and not _indexes_layout(call):
+    if name == "getitem" and not shows_whole(call):
         return None
     return reader(call, shape_of(source), dims)
 
 
-def _indexes_layout(call: Call) -> bool:
-    """Whether a getitem only inserts dimensions and keeps whole ones."""
+def shows_whole(call: Call) -> bool:
+    """Whether a ``getitem`` only inserts dimensions and keeps whole ones."""
     source = tensor_of(call.input)
     if source is None:
         return False

@@ -31,6 +31,7 @@ from lz_compile.passes.loops.recurrence.plan import Part, Plan
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, prefix_scans
 from lz_compile.passes.loops.recurrence.prefix_scan_emitter import match_of
 from lz_compile.passes.loops.recurrence.prefix_scan_logs import log_scans
+from lz_compile.passes.loops.recurrence.prefix_scan_reads import read_of
 from lz_compile.passes.loops.recurrence.states import Readings
 from lz_compile.passes.loops.recurrence.step_check import check, with_drops
 from lz_compile.passes.loops.recurrence.step_form import StepForm
@@ -52,8 +53,12 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     yield from scan_calls(graph, effects)
     known: set[fx.Node] = set()
     for found in (*prefix_scans(graph, effects), *log_scans(graph, effects)):
-        yield match_of(found, effects) if isinstance(found, PrefixScan) else found
-        known.update(found.core if isinstance(found, PrefixScan) else ())
+        if isinstance(found, PrefixScan):
+            read = read_of(found.output, found.dims[found.output], found.time, effects)
+            yield match_of(replace(found, read=read), effects)
+            known.update(found.core)
+        else:
+            yield found
     yield from chunked_forms(graph, effects, known)
 
 

@@ -73,7 +73,7 @@ class _Reading:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             raise _NotSmallerError
         if frozenset(dims) - {None} != self.full:
-            return self.leaves.setdefault((node, dims), f"x{len(self.leaves)}")
+            return self.leaves.setdefault(_viewed(node, dims), f"x{len(self.leaves)}")
         self.calls.add(node)
         if node.target is torch.ops.prims.convert_element_type.default:
             return self._widened(node, dims)
@@ -133,6 +133,16 @@ def _moved(node: fx.Node, dims: Dims) -> tuple[fx.Node, Dims] | None:
     return source, tuple(None if is_one(size) else next(left) for size in shape_of(value))
 
 
+def _viewed(node: fx.Node, dims: Dims) -> tuple[fx.Node, Dims]:
+    """The tensor that a leaf is a view of, as far as that is followed."""
+    try:
+        while node.target is not _aten.clone.default and (seen := _moved(node, dims)) is not None:
+            node, dims = seen
+    except _NotSmallerError:
+        pass  # dimensions are joined there: it is read as it is
+    return node, dims
+
+
 # ---- the change ------------------------------------------------------------------------------------------------------
 
 
@@ -190,7 +200,8 @@ def _reading(node: fx.Node, name: str, leaves: _Leaves) -> _Reading | None:
         return None
     sizes = shape_of(operand.meta["val"])
     dims = tuple(None if is_one(size) else place for place, size in enumerate(sizes))
-    reading = _Reading(frozenset(each for each in dims if each is not None), operand.meta["val"].dtype, leaves)
+    full = frozenset(each for each in dims if each is not None)
+    reading = _Reading(full, operand.meta["val"].dtype, leaves)
     if not {_STEP, _ROW, _COLUMN} <= reading.full:
         return None
     try:
@@ -201,14 +212,14 @@ def _reading(node: fx.Node, name: str, leaves: _Leaves) -> _Reading | None:
 
 
 def _canonical(leaf: fx.Node, dims: Dims) -> fx.Node:
-    """A leaf as batch, head, step, row and column, side by side where all steps read it anew."""
+    """A leaf as batch, head, step, row and column, with columns side by side."""
     own = [dim for dim in dims if dim is not None]
     found = _called(_aten.squeeze.dims, leaf, [place for place, dim in enumerate(dims) if dim is None])
     found = _called(_aten.permute.default, found, sorted(range(len(own)), key=own.__getitem__))
     for place in range(5):
         if place not in own:
             found = _called(_aten.unsqueeze.default, found, place)
-    if {_ROW, _COLUMN} <= set(own):
+    if _COLUMN in own and not is_one(found.meta["val"].stride(_COLUMN)):
         found = _called(_aten.clone.default, found, memory_format=torch.contiguous_format)
     return found
 

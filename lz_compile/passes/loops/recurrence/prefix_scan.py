@@ -19,10 +19,12 @@ from torch import fx
 
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import Size, as_size
+from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of, where_of
+from lz_compile.passes.loops.recurrence.prefix_scan_reads import StatesRead
 from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
 from lz_compile.passes.proof.agreement import agree
 from lz_compile.passes.proof.running import Subgraph
@@ -46,6 +48,7 @@ class PrefixScan:
 
     ``core`` are the nodes between, in graph order, ``output`` last. ``dims`` are the axes of all three. With ``logs`` decays
     are given as logarithms, of each step, or of the product of all up to it (``"sums"``), with ``has_log_drive`` the drive.
+    ``read`` is how the states are read, where they themselves are no result.
     """
 
     output: fx.Node
@@ -56,6 +59,7 @@ class PrefixScan:
     dims: Mapping[fx.Node, Dims]
     logs: Literal["none", "steps", "sums"] = "none"
     has_log_drive: bool = False
+    read: StatesRead | None = None
 
     @property
     def time(self) -> Axis:
@@ -164,6 +168,8 @@ class _Reader:
         """Whether a call moves values along a dimension."""
         call, tensor = self._effects.calls[node], tensor_of(node)
         if call is None or tensor is None or call.name not in _SLICES | _JOINS:
+            return False
+        if call.name == "getitem" and layout.shows_whole(call):  # it inserts dimensions
             return False
         sources = [tensor_of(operand) for operand in node.all_input_nodes]
         return any(source is not None and _extent(source, dim) != _extent(tensor, dim) for source in sources)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -28,7 +29,7 @@ _GENTLE = 0.1
 
 @dataclass(frozen=True)
 class PrefixScanEmitter(TableEmitter):
-    """Every dimension but time is one of columns; ``dims`` are the axes of the result and of what goes in."""
+    """Every dimension but time is one of columns, where the states are not read by a product that says what is a row."""
 
     kind: ClassVar = Operands
 
@@ -36,11 +37,14 @@ class PrefixScanEmitter(TableEmitter):
     attrs: ScanAttrs
 
     def table(self) -> dict[str, Cell]:
-        """``decay`` and ``drive`` ``[1, 1, T, 1, V]``, or their logarithms."""
+        """``decay`` and ``drive`` ``[B, 1, T, K, V]``, or their logarithms, and what reads them ``[B, 1, T, 1, K]``."""
         given = {"drive": self.scan.drive} | ({} if self.scan.decay is None else {"decay": self.scan.decay})
-        return {
-            name: Cell(Leaf(node, self.scan.dims[node]), self._groups, is_whole=True) for name, node in given.items()
+        read, (batch, heads, time, rows, _) = self.scan.read, self._groups
+        found = {
+            name: Cell(Leaf(node, self.scan.dims[node]), self._groups, is_whole=read is None or name == "drive")
+            for name, node in given.items()
         }
+        return found if read is None else found | {"query": Cell(read.query, (batch, heads, time, (), rows))}
 
     def operands(self, builder: Builder) -> Any:
         """Those of the table, from logarithms where the source has these."""
@@ -50,13 +54,45 @@ class PrefixScanEmitter(TableEmitter):
 
     @property
     def _groups(self) -> _Groups:
-        scan = self.scan
-        columns = tuple(axis for dim in scan.dims[scan.output] for axis in dim if axis is not scan.time)
-        return ((), (), (scan.time,), (), columns)
+        """Batch, heads, time, rows and columns of the states."""
+        read, time = self.scan.read, self.scan.time
+        others = [axis for dim in self.scan.dims[self.scan.output] for axis in dim if axis is not time]
+        if read is None:
+            return ((), (), (time,), (), tuple(others))
+        batch = tuple(axis for axis in others if axis in read.query.axes and axis not in read.rows)
+        columns = tuple(axis for axis in others if axis not in (*batch, *read.rows))
+        return (batch, (), (time,), read.rows, columns)
+
+    def facts(self, *, needs_grad: bool) -> ScanFacts:
+        """For selection."""
+        scan, groups = self.scan, self._groups
+        batch, heads, length, rows, columns = (product(axis.size for axis in group) for group in groups)
+        own = set(axes_of(scan.dims[scan.decay])) if scan.decay is not None else set()
+        has_rows, has_columns = (not own.isdisjoint(group) for group in groups[3:])
+        kind: DecayKind = (
+            "full" if has_rows and has_columns else "key" if has_rows else "value" if has_columns else "scalar"
+        )
+        if scan.decay is None or scan.read is None:
+            kind = "none" if scan.decay is None else "value"
+        structure = ScanStructure(decay=kind, has_drive=True, has_query=scan.read is not None)
+        result = known_tensor(scan.output)
+        sizes = (batch, heads, length, rows, columns, 0, 1)
+        return ScanFacts(
+            *sizes, structure=structure, dtype=result.dtype, device=result.device.type, needs_grad=needs_grad
+        )
 
     def result(self, builder: Builder, value: Any) -> Any:
-        """The states of all steps, where the source has them."""
-        states, _ = value
+        """The states of all steps, where the source has them, or what is read of these, and the last ones."""
+        states, last = value
+        read, (batch, heads, time, rows, columns) = self.scan.read, self._groups
+        if read is not None:
+            groups = (batch, heads, time, (), columns)
+            lasts = [builder.restore(last, (batch, heads, rows, columns), dims) for dims in read.lasts.values()]
+            return (
+                (builder.restore(states, groups, read.dims), *lasts)
+                if lasts
+                else builder.restore(states, groups, read.dims)
+            )
         found = builder.restore(states.reshape([builder.extent(self.scan.time), -1]), self._groups[2::2], self._flat)
         shape = [builder.size(dim) for dim in self.scan.dims[self.scan.output]]
         return found.reshape(shape).to(known_tensor(self.scan.output).dtype)
@@ -83,34 +119,39 @@ def _of_logs(x: Operands, *, are_sums: bool, has_log_drive: bool) -> Operands:
 def match_of(scan: PrefixScan, effects: Effects) -> Match:
     """The match of such a recurrence; proofs keep the number of steps, which the source has spelled out."""
     leaves = [scan.drive] if scan.decay is None else [scan.decay, scan.drive]
-    result = known_tensor(scan.output)
-    dtype = result.dtype
+    read, dtype = scan.read, known_tensor(scan.output).dtype
     wide = torch.promote_types(dtype, torch.float32)
     ambient = effects.ambient(scan.output)
     attrs = ScanAttrs(compute_dtype=wide, out_dtype=dtype, state_dtype=dtype)
     emitter = PrefixScanEmitter(scan, attrs)
-    columns = product(axis.size for axis in emitter._groups[-1])
-    decay: DecayKind = "none" if scan.decay is None else "value"
     own = set(axes_of(scan.dims[scan.output]))
     calls = {node: effects.calls[node] for node in scan.core}
     constants = {node: _constant_dims(node, scan) for node, call in calls.items() if call and is_constant(call)}
-    facts = ScanFacts(
-        *(1, 1, scan.time.size, 1, columns, 0, 1),
-        structure=ScanStructure(decay=decay, has_drive=True),
-        dtype=dtype,
-        device=result.device.type,
-        needs_grad=wants_grad(ambient, leaves),
-    )
     gentle = scan.decay if scan.logs == "steps" else None
     inputs = {node: Input(scan.dims[node], scale=_GENTLE if node is gentle else 1.0) for node in leaves}
     formula = "h[t] = h[t-1] + b[t]" if scan.decay is None else "h[t] = a[t] * h[t-1] + b[t]"
+    if read is not None:
+        inputs |= {read.query.node: Input(read.query.dims)}
+        formula += "; y[t] = sum of c[t] * h[t]"
+    facts = emitter.facts(needs_grad=wants_grad(ambient, inputs))
     spelled = {axis for dims in constants.values() for axis in axes_of(dims) if axis not in own}
     return Match(
         "scan",
-        Site.of(Core(scan.core, ambient), scan.dims[scan.output], constants),
+        _site(scan, Core(scan.core, ambient), constants, effects),
         Found(attrs, facts, inputs, {}, emitter, formula),
         Trial(pinned=frozenset({scan.time, *spelled})),
     )
+
+
+def _site(scan: PrefixScan, core: Core, constants: Mapping[fx.Node, Dims], effects: Effects) -> Site:
+    """What is replaced: the states, or what is read of them."""
+    read = scan.read
+    if read is None:
+        return Site.of(core, scan.dims[scan.output], constants)
+    nodes = {*core.nodes, *read.inner, *read.lasts} - {read.output}
+    ordered = (*sorted(nodes, key=effects.position.__getitem__), read.output)
+    site = Site.of(replace(core, nodes=ordered), read.dims, constants)
+    return replace(site, extra_outputs=tuple(read.lasts))
 
 
 def _constant_dims(node: fx.Node, scan: PrefixScan) -> Dims:
