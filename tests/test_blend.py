@@ -42,7 +42,6 @@ from tests.blend_spellings import (
     spellings,
 )
 from tests.graphs import capture, effects_of
-from tests.interpreting import interpreted
 
 LOCK = {"blend": "torch.blend"}
 many = settings(
@@ -401,15 +400,6 @@ def test_half_precision_is_rounded_no_more_than_the_source() -> None:
         result, backend = _run(Spelling(bounds="clamp").build(), *inputs)
         assert backend.report.matches[0].rewritten, backend.why_not()
         assert result.dtype == dtype
-
-
-def test_triton_is_the_reference_in_its_interpreter() -> None:
-    interpreted("interpreted_blend.py", "strided or cut")
-
-
-@pytest.mark.slow
-def test_all_of_triton_is_the_reference_in_its_interpreter() -> None:
-    interpreted("interpreted_blend.py", "not (strided or cut)")
 
 
 @pytest.mark.sampled

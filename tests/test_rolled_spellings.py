@@ -219,7 +219,9 @@ def test_what_people_write_is_rolled_once_for_all_lengths(function, inputs):
 
 
 @pytest.mark.parametrize(
-    ("function", "inputs"), [SPELLINGS[0], *SPELLINGS[2:4], SPELLINGS[5]], ids=lambda each: getattr(each, "__name__", "")
+    ("function", "inputs"),
+    [SPELLINGS[0], *SPELLINGS[2:4], SPELLINGS[5]],
+    ids=lambda each: getattr(each, "__name__", ""),
 )
 def test_they_are_trained(function, inputs):
     rolled = lz.roll_loops(function, *inputs(7))

@@ -26,7 +26,7 @@ trace_sdk = pytest.importorskip("opentelemetry.sdk.trace")
 trace_export = pytest.importorskip("opentelemetry.sdk.trace.export")
 memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
 
-pytestmark = pytest.mark.usefixtures("sdpa_first")
+pytestmark = pytest.mark.usefixtures("sdpa_first", "no_code_generation")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -159,7 +159,7 @@ def test_without_instrument_nothing_of_opentelemetry_is_imported_and_with_it_mis
 ):
     code = """
 import sys, torch, lz_compile as lz
-torch.compile(lambda x: (x @ x.mT).softmax(-1) @ x, backend="layerzero")(torch.randn(1, 2, 8, 16))
+lz.explain(lambda x: (x @ x.mT).softmax(-1) @ x, torch.randn(1, 2, 8, 16), print_report=False)
 assert not [name for name in sys.modules if name.startswith("opentelemetry")], "nobody asked for it"
 sys.modules["opentelemetry"] = None
 try:

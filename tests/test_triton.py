@@ -20,7 +20,6 @@ from lz_compile.lowering.kernels.norm import triton_norm
 from lz_compile.lowering.kernels.rope import triton_rope
 from lz_compile.lowering.ops import blend, mlp, norm, rope
 from lz_compile.runtime.kernels.registry import kernels
-from tests.interpreting import interpreted
 
 #: By kernel, its op.
 KERNELS = {
@@ -32,18 +31,6 @@ KERNELS = {
     "lz.triton_blend": "blend",
 }
 for_every_kernel = pytest.mark.parametrize("kernel", KERNELS)
-
-
-_QUICK = "one_column or one_number or rounded_before or one_launch or rows_of_any_length"
-
-
-def test_some_of_every_kernel_is_the_references_in_the_interpreter():
-    interpreted("interpreted_triton.py", _QUICK)
-
-
-@pytest.mark.slow
-def test_kernels_are_the_references_in_the_interpreter():
-    interpreted("interpreted_triton.py", f"not ({_QUICK})")
 
 
 # ---- for GPUs --------------------------------------------------------------------------------------------------------
