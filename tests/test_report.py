@@ -801,14 +801,12 @@ for function in (attention, capped):
 """
 
 
-def child(tmp_path: Path, **environment: str) -> str:
-    """What a process with these variables writes to its error stream."""
-    given = {**os.environ, "PYTHONPATH": str(ROOT), "LAYERZERO_CACHE_DIR": str(tmp_path / "cache"), **environment}
-    return subprocess.run([sys.executable, "-c", CHILD], env=given, capture_output=True, text=True, check=True).stderr
-
-
 def test_torch_logs_tell_decisions_and_the_structured_trace_holds_graphs_and_report(tmp_path):
-    text = child(tmp_path, TORCH_LOGS="+lz_compile", TORCH_TRACE=str(tmp_path / "trace"))
+    """Without them nothing is said: see ``test_telemetry.py``."""
+    given = {**os.environ, "PYTHONPATH": str(ROOT), "LAYERZERO_CACHE_DIR": str(tmp_path / "cache")}
+    given |= {"TORCH_LOGS": "+lz_compile", "TORCH_TRACE": str(tmp_path / "trace")}
+    done = subprocess.run([sys.executable, "-c", CHILD], env=given, capture_output=True, text=True, check=True)
+    text = done.stderr
     assert "rewritten (expected at" in text
     assert "attention" in text
     assert "INTERIOR_USED" in text
@@ -826,11 +824,6 @@ def test_torch_logs_tell_decisions_and_the_structured_trace_holds_graphs_and_rep
         * 2
     )
     assert '"kernel": "torch.sdpa"' in log.read_text()
-
-
-def test_without_torch_logs_nothing_is_said(tmp_path):
-    lines = child(tmp_path).splitlines()
-    assert [line for line in lines if "No CUDA runtime is found" not in line] == []  # PyTorch's word on a CUDA build
 
 
 def test_a_fault_goes_into_the_log_with_its_traceback(monkeypatch):
