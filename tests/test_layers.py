@@ -541,7 +541,9 @@ def test_the_trial_of_a_backward_pass_is_remembered(monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["results in other memory", "donated buffers"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param("results in other memory", marks=pytest.mark.thorough), "donated buffers"]
+)
 def test_the_trial_of_a_backward_pass_finds_each_fault(monkeypatch, tmp_path, fault: str):
     """Where PyTorch is right without what mends it, that can go."""
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))

@@ -1434,7 +1434,7 @@ def test_chunks_are_numbers_of_steps():
         lz.roll_loops(Stacked(), chunk=1)
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("9-None", "31-4")
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("steps", [9, 12, 31])
 def test_gradients_compute_steps_again(chunk, steps):

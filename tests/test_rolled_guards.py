@@ -35,6 +35,7 @@ def asked_of(function, given):
     return names
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [each for each in MODELS if each != "gated units"])
 def test_a_rolled_loop_asks_little_more_than_the_loop_itself(name):
     make, inputs = MODELS[name]

@@ -225,7 +225,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_recurrences_of_transformers_are_rewritten_or_refused_for_a_true_reason(name: str) -> None:
