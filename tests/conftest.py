@@ -7,8 +7,9 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -29,6 +30,7 @@ from hypothesis import settings  # noqa: E402 - keeps the imports of this file t
 
 from lz_compile import clear_reports  # noqa: E402 - reads the variables above
 from lz_compile.compile import choices, match_tuning  # noqa: E402 - reads the variables above
+from lz_compile.lowering import inductor  # noqa: E402 - reads the variables above
 from lz_compile.runtime.choose import select  # noqa: E402 - reads the variables above
 from lz_compile.runtime.kernels import registry  # noqa: E402 - reads the variables above
 from lz_compile.runtime.kernels.capabilities import Prior  # noqa: E402 - reads the variables above
@@ -105,6 +107,21 @@ def usual_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices of tests are those of one machine, whatever runs them."""
     monkeypatch.setattr(cost, "rates", cost.usual)
     monkeypatch.setattr(match_tuning, "little", lambda _: 0.0)
+
+
+@pytest.fixture
+def no_code_generation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``backend="layerzero"`` decides, proves and reports as it does; AOTAutograd's graphs run eagerly, no code is made of them.
+
+    Of a file that has it, a test marked ``through_inductor`` has it not.
+    """
+    if request.node.get_closest_marker("through_inductor"):
+        return
+
+    def traced(graph: torch.fx.GraphModule, inputs: Sequence[Any], *_: object, **_named: object) -> Callable[..., Any]:
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(inductor, "compile_graph", traced)
 
 
 @pytest.fixture

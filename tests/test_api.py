@@ -451,6 +451,7 @@ def _locked(operation: str, kernel_id: str, call: Any) -> Any:
         return call()
 
 
+@pytest.mark.usefixtures("no_code_generation")
 @pytest.mark.parametrize("dispatch", DISPATCHES)
 def test_debug_waits_for_the_device_after_every_dispatch(monkeypatch, dispatch):
     waited: list[Any] = []

@@ -82,9 +82,9 @@ path, how = sys.argv[1:]
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(32, 32) for _ in range(3))
+        self.w = nn.Parameter(torch.randn(3, 32))
     def forward(self, x):
-        q, k, v = (m(x).unflatten(-1, (2, 16)).transpose(1, 2) for m in (self.q, self.k, self.v))
+        q, k, v = ((w * x).unflatten(-1, (2, 16)).transpose(1, 2) for w in self.w)
         return ((q @ k.mT / 4).softmax(-1) @ v).transpose(1, 2).flatten(2) + x
 torch.manual_seed(0)
 model, x = Block(), torch.randn(2, 24, 32)

@@ -130,6 +130,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
         charts.latencies(samples(), tmp_path / "chart.svg", "tune")
 
 
+@pytest.mark.usefixtures("no_code_generation")
 def test_tune_and_solve_draw_what_they_measured(tmp_path, monkeypatch):
     sizes = ["--sizes", "num_rows=16,64", "--sizes", "hidden_size=32", "--samples", "1"]
     assert main(["tune", "norm.rms", *sizes, "--chart", str(tmp_path / "tuned.svg"), "--json"]) == 0

@@ -238,6 +238,7 @@ def test_tune_measures_and_says_what_remains(capsys):
     assert "the same command goes on from here" in out
 
 
+@pytest.mark.usefixtures("no_code_generation")
 @pytest.mark.slow
 def test_what_tune_measured_is_known_the_next_time(capsys):
     command = "tune attention --seq-lens 32 --num-heads 2 --head-dim 8 --samples 2 --device cpu"

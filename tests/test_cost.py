@@ -117,6 +117,7 @@ def test_rates_are_those_measured_and_geometric_between() -> None:
     assert rates.us(Work({"fresh": 5.0})) == {"fresh": 15.0}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_every_kind_of_work_is_measured(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cost, "_AGREE", math.inf)

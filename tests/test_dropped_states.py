@@ -73,6 +73,7 @@ def assert_as_eager(function: Callable[..., Sequence[Tensor]], kernel: str, inpu
     assert [match.kernel for match in backend.report.matches if match.rewritten] == [kernel], backend.why_not()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", ["lz.rolled_scan", "lz.associative_scan"])
 @pytest.mark.parametrize("spelling", [*DROPPING, *MULTIPLYING])
 def test_what_a_dropped_state_is_multiplied_by_keeps_its_nan(spelling: str, kernel: str):
@@ -90,6 +91,7 @@ def test_what_a_dropped_state_is_multiplied_by_keeps_its_nan(spelling: str, kern
     assert [match.kernel for match in backend.report.matches if match.rewritten] == [kernel], backend.why_not()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", ["lz.rolled_scan", "lz.associative_scan"])
 @pytest.mark.parametrize("spelling", [*DROPPING, *MULTIPLYING])
 def test_nan_stays_exactly_where_it_does_eagerly(spelling: str, kernel: str):
@@ -168,6 +170,7 @@ def test_what_a_dropped_state_is_multiplied_by_is_seen_in_what_is_read_of_it():
     assert [match.kernel for match in backend.report.matches] == ["lz.rolled_scan"], backend.why_not()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("special", [torch.nan, torch.inf], ids=["nan", "infinite"])
 @pytest.mark.parametrize("spelling", SELECTING)
 def test_what_conditions_leave_out_of_operands_is_there_as_it_is_eagerly(spelling: str, special: float):
@@ -221,6 +224,7 @@ def matrix_operands() -> tuple[Tensor, ...]:
     return q, k, v, a, dropped
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("erases", [False, True], ids=["linear attention", "delta rule"])
 @pytest.mark.parametrize("reads", [False, True], ids=["of the state", "of what is read"])
 def test_matrices_of_fast_weights_are_dropped_with_their_nan(reads: bool, erases: bool):
@@ -292,6 +296,7 @@ MATRICES: dict[str, Matrix] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", MATRICES)
 @pytest.mark.parametrize("poisoned_one", ["query", "key", "value"])
 def test_what_one_operand_leaves_out_is_nan_there_and_nowhere_else(name: str, poisoned_one: str) -> None:

@@ -426,7 +426,7 @@ def test_a_kernel_that_gives_a_wrong_sum_is_quarantined() -> None:
         registry.unregister_kernel("test.wrong")
 
 
-@pytest.mark.parametrize("op", ["norm", "rope"])
+@pytest.mark.parametrize("op", ["norm", pytest.param("rope", marks=pytest.mark.thorough)])
 def test_fusing_kernels_are_measured_on_all_that_they_compute(op: str) -> None:
     def model(x: Tensor, r: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         h = x + r

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -725,3 +726,13 @@ def test_every_kernel_of_attention_is_one_that_this_file_tests():
 @pytest.mark.parametrize("spec", KERNELS.values(), ids=KERNELS)
 def test_a_kernel_claims_the_dtypes_that_this_file_tests(spec: KernelSpec):
     assert spec.dtypes <= {str(dtype).removeprefix("torch.") for dtype in DTYPES}
+
+
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize(("lower", "upper"), [(None, 0), (-3, 0), (-2, 3), (-4, None), (None, 2)])
+def test_a_band_spans_the_keys_that_its_queries_see_and_no_other(lower: int | None, upper: int | None, at_end: bool):
+    band, queries, keys = Band(lower, upper, at_end), 9, 12
+    whole = band.mask(torch.zeros(1), queries, keys, band.offset(queries, keys))
+    for start, stop in itertools.combinations(range(queries + 1), 2):
+        (seen,) = whole[start:stop].any(0).nonzero(as_tuple=True)
+        assert band.span(start, stop, queries, keys) == (int(seen[0]), int(seen[-1]) + 1)

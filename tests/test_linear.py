@@ -307,7 +307,7 @@ def rewritten(function, *inputs, **named):
         return torch.compile(function, backend=backend, fullgraph=True)(*inputs, **named), backend
 
 
-@settings(many, max_examples=examples(60, 150))
+@settings(many, max_examples=examples(40, 150))
 @given(spelling=spellings())
 def test_every_spelling_is_read(spelling):
     if not allows(spelling):

@@ -89,7 +89,8 @@ def lock_file(tmp_path):
         lz.clear_reports()
         with lz.lock("attention", kernel):
             given = torch.randn(3, 1, 2, 16, 8).unbind(0)
-            torch.compile(torch.nn.functional.scaled_dot_product_attention, backend="layerzero", dynamic=False)(*given)
+            attend = torch.nn.functional.scaled_dot_product_attention
+            lz.explain(attend, *given, dynamic=False, print_report=False)
         table = lz.save_decisions(tmp_path / name)
         (plan,) = table.plans
         ops = [msgspec.structs.replace(op, hardware=(kind,), able=able, **changes) for op in plan.ops]
@@ -155,19 +156,19 @@ import sys, time, torch, lz_compile as lz
 from pathlib import Path
 own, merged, kernel = sys.argv[1:]
 attend = torch.nn.functional.scaled_dot_product_attention
-def compiled(*sizes):
+def decided(*sizes):
     torch._dynamo.reset(); lz.clear_reports()
     for size in sizes:
-        torch.compile(attend, backend="layerzero", dynamic=False)(*torch.randn(3, 1, 2, size, 8).unbind(0))
+        lz.explain(attend, *torch.randn(3, 1, 2, size, 8).unbind(0), dynamic=False, print_report=False)
     return [match.kernel for graph in lz.reports() for match in graph.matches]
 with lz.lock("attention", kernel):
-    compiled(16, 24)
+    decided(16, 24)
 lz.save_decisions(own + ".part")
 Path(own + ".part").rename(own)
 while not Path(merged).exists():
     time.sleep(0.05)
 lz.load_dispatch_table(merged)
-print(torch.backends.cpu.get_cpu_capability(), *compiled(16, 24))
+print(torch.backends.cpu.get_cpu_capability(), *decided(16, 24))
 """
 
 

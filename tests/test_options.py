@@ -13,6 +13,8 @@ from lz_compile.backend import layerzero
 from lz_compile.compile.options import Options, split
 from lz_compile.errors import LayerZeroError, OptionError, RewriteFailedError, UnknownKernelError, nearest
 
+pytestmark = pytest.mark.usefixtures("no_code_generation")
+
 
 @pytest.fixture(autouse=True)
 def _no_dump_directory(monkeypatch):

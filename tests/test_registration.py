@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import subprocess
-import sys
-import textwrap
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -477,32 +472,6 @@ def test_a_check_of_ones_own_is_asked():
     spec = register(sdpa, check=lambda context: [late] if context.dims["num_heads"] > 4 else [])
     assert spec.check(from_tensors(*operands())) == []
     assert spec.check(from_tensors(*operands(heads=8, kv_heads=8))) == [late]
-
-
-def test_the_identity_and_the_digest_are_the_same_in_another_process():
-    code = """
-        import torch, lz_compile as lz
-        from lz_compile.runtime.kernels import registry
-        from lz_compile.runtime.kernels.convention import operator_name
-
-        @lz.register_kernel(operation="attention", kernel_id="new.kernel", platform="cpu", supported_dtypes=["float32"],
-                            supports=["gqa", "value_dim", "bool_mask"])
-        def function(q, k, v, attn_mask=None):
-            return sum((x for x in (q, k) if x.dtype in {torch.float32, torch.float16}), v)
-
-        spec = registry.kernels("attention")["new.kernel"]
-        print(spec.identity, registry.digest(), operator_name("new.kernel", function, 0))
-    """
-    root = Path(__file__).resolve().parent.parent
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=root, capture_output=True, text=True,
-            env={**os.environ, "PYTHONHASHSEED": seed},
-        ).stdout
-        for seed in ("1", "2")
-    }  # fmt: skip
-    assert len(printed) == 1
-    assert "registered_new_kernel_" in printed.pop()
 
 
 @settings(max_examples=30, deadline=None)

@@ -746,7 +746,7 @@ def test_what_inductor_cannot_compile_is_compiled_unrolled(monkeypatch):
     assert [loop.rolled for loop in reports()[-1].loops] == [False]
 
 
-@pytest.mark.parametrize("is_training", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("is_training", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_a_rolled_loop_goes_through_inductor(is_training):
     weight = torch.randn(D, D, dtype=torch.float64, requires_grad=is_training)
 
@@ -857,7 +857,7 @@ def test_rows_without_a_gradient_are_stored_without_one():
     torch.testing.assert_close(found, function(x, a))
 
 
-@pytest.mark.parametrize("is_first", [True, False])
+@pytest.mark.parametrize("is_first", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_a_length_changes_where_an_input_and_a_view_of_it_are_inputs(is_first: bool):
     def norms(x: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
         state = start if is_first else start + 1

@@ -9,6 +9,8 @@ import lz_compile as lz
 from benchmarks.rolled_loops import MODELS
 from lz_compile.lowering.dynamo import drop_fixed_guards
 
+pytestmark = pytest.mark.usefixtures("no_code_generation")
+
 #: Half of them are PyTorch's own scan's. There were 150.
 MOST = 16
 OURS = ("lz", "session", "__closure__", "is_compiling", "builtins", "_pytree", "higher_order")
@@ -33,6 +35,7 @@ def asked_of(function, given):
     return names
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", [each for each in MODELS if each != "gated units"])
 def test_a_rolled_loop_asks_little_more_than_the_loop_itself(name):
     make, inputs = MODELS[name]
@@ -75,6 +78,7 @@ def settled(x, weight):
     return torch.stack(found, 1)
 
 
+@pytest.mark.through_inductor
 @pytest.mark.parametrize("is_foreign", [False, True], ids=["PyTorch's own", "a foreign operator"])
 def test_the_first_call_of_a_loop_is_watched_where_somebody_elses_operator_may_share_memory(is_foreign, monkeypatch):
     """PyTorch (2.13) watches first calls operator by operator, in Python: of a loop that is every step."""

@@ -159,6 +159,7 @@ def test_compiled_by_layerzero_it_is_the_same():
     same(trained_step(routing, batches), trained_step(plain, batches), **EXACT)
 
 
+@pytest.mark.usefixtures("no_code_generation")
 @pytest.mark.slow
 @pytest.mark.parametrize("arm", [Arm.NONE, Arm.ACT, Arm.GRAD_TOKEN])  # per rollout: test_routing.py
 def test_gates_and_masks_of_plain_pytorch_are_recognised_and_train_alike(arm):

@@ -17,7 +17,6 @@ from lz_compile.errors import ConstraintError, TokenArgumentError
 from lz_compile.lowering.kernels.sampling import cpp_sampling, torch_sampling
 from lz_compile.lowering.ops import sampling as op
 from lz_compile.runtime.kernels import registry
-from tests.interpreting import interpreted
 
 KERNELS = {"lz.cpp_sampling": cpp_sampling.sampling, "torch.sampling": torch_sampling.sampling}
 LIMITS = ("bitmask", "bias", "temperature", "top_k", "top_p", "min_p")
@@ -584,11 +583,6 @@ def test_speculation_from_what_is_no_seed_is_refused(seeds, message):
 
 
 # ---- Triton ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_triton_draws_what_the_definition_draws_in_its_interpreter():
-    interpreted("interpreted_sampling.py")
 
 
 @pytest.mark.sampled

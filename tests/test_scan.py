@@ -225,7 +225,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(EXPECTED))
 def test_recurrences_of_transformers_are_rewritten_or_refused_for_a_true_reason(name: str) -> None:
@@ -244,7 +244,7 @@ def test_recurrences_of_transformers_are_rewritten_or_refused_for_a_true_reason(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("is_training", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_through_inductor_a_loop_is_a_kernel_with_the_same_results(is_training: bool) -> None:
     inputs = kda(24, torch.float32)
     torch._dynamo.reset()

@@ -81,11 +81,11 @@ def compiled(family: Family, compiler: Compiler, init: Any, given: Any) -> list[
     return torch.compile(loop(family), backend=compiler, fullgraph=True)(init, given)
 
 
-#: One of every structure and way to spell it; the others take longer together than a quick run may.
+#: One of every structure and way to spell it.
 _QUICK = frozenset(
     "kda_bmm kda_dense kda_transposed_state spike_kda delta rwkv6 linear_attention mamba1 ema_lerp grouped_queries".split()
 )
-_FAMILIES = [name if name in _QUICK else pytest.param(name, marks=pytest.mark.slow) for name in KNOWN]
+_FAMILIES = [name if name in _QUICK else pytest.param(name, marks=pytest.mark.thorough) for name in KNOWN]
 
 
 @pytest.mark.parametrize("name", _FAMILIES)

@@ -23,6 +23,8 @@ from lz_compile.ground import events, store
 from lz_compile.lowering import frames
 from lz_compile.tools import serving, serving_thread
 
+pytestmark = pytest.mark.usefixtures("no_code_generation")
+
 Compiler = Callable[[Any, Any], Any]
 
 
@@ -83,6 +85,7 @@ def settled(served: Served, *args: Any, **kwargs: Any) -> ServedState:
     return served.state()
 
 
+@pytest.mark.through_inductor
 def test_through_inductor_a_new_shape_is_answered_and_then_compiled():
     model, x = Model(), torch.randn(2, 5, 4)
     with serve(model) as served:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -375,26 +373,6 @@ def test_making_a_function_leaves_the_graph_alone():
     assert str(module.graph) == before
 
 
-SURROUNDED = """
-import sys; sys.path[:0] = {path!r}
-import torch, torch.nn.functional as F
-from test_surroundings import attention, of, tensors
-def block(q, k, v):
-    return F.gelu(torch.tanh(attention(torch.cos(q), F.silu(k), v)) * 2)
-print(of(block, *tensors(2, 3, 8, 16)).surroundings)
-"""
-
-
-def test_the_hash_of_surroundings_is_the_same_in_every_process():
-    program = SURROUNDED.format(path=[entry for entry in sys.path if entry])
-    texts = {
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=300).stdout
-        for _ in range(2)
-    }
-    assert len(texts) == 1
-    assert len(texts.pop().strip()) == 16
-
-
 def test_other_surroundings_have_another_hash():
     def around(before: Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor]) -> str:
         def block(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -428,7 +406,7 @@ def test_other_surroundings_have_another_hash():
 
 @given(spelling=spellings())
 @settings(
-    max_examples=examples(15, 40),
+    max_examples=examples(10, 40),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

@@ -26,7 +26,7 @@ trace_sdk = pytest.importorskip("opentelemetry.sdk.trace")
 trace_export = pytest.importorskip("opentelemetry.sdk.trace.export")
 memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
 
-pytestmark = pytest.mark.usefixtures("sdpa_first")
+pytestmark = pytest.mark.usefixtures("sdpa_first", "no_code_generation")
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -154,12 +154,22 @@ def test_an_error_inside_of_a_span_is_the_same_error_and_is_recorded(spans):
     assert span.events[0].attributes["exception.type"] == "ZeroDivisionError"
 
 
-def test_without_instrument_nothing_of_opentelemetry_is_imported_and_with_it_missing_the_error_says_what_to_install(
+def test_a_process_that_asks_for_nothing_imports_no_opentelemetry_and_says_nothing_and_an_error_says_what_to_install(
     tmp_path,
 ):
     code = """
 import sys, torch, lz_compile as lz
-torch.compile(lambda x: (x @ x.mT).softmax(-1) @ x, backend="layerzero")(torch.randn(1, 2, 8, 16))
+from lz_compile.lowering import inductor
+inductor.compile_graph = lambda graph, *_, **__: graph.forward  # the subject is what is said, not Inductor's code
+def attention(x):
+    return (x @ x.mT).softmax(-1) @ x
+def with_weights(x):
+    weights = (x @ x.mT).softmax(-1)
+    return weights @ x, weights
+lz.prefer("torch.sdpa")
+for function in (attention, with_weights):
+    torch.compile(function, backend="layerzero")(torch.randn(1, 2, 8, 16))
+assert [[len(report.matches), len(report.near_misses)] for report in lz.reports()] == [[1, 0], [0, 1]]
 assert not [name for name in sys.modules if name.startswith("opentelemetry")], "nobody asked for it"
 sys.modules["opentelemetry"] = None
 try:
@@ -170,6 +180,8 @@ except lz.IntegrationError as error:
     given = {**os.environ, "PYTHONPATH": str(ROOT), "LAYERZERO_CACHE_DIR": str(tmp_path)}
     done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
+    said = [line for line in done.stderr.splitlines() if "No CUDA runtime is found" not in line]  # on a CUDA build
+    assert not said, "no logs were asked for"
     assert "pip install 'lz-compile[otel]'" in done.stdout
     assert issubclass(IntegrationError, ImportError)
 

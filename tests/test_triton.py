@@ -16,22 +16,9 @@ from lz_compile.lowering.fused import Fused
 from lz_compile.lowering.kernels.norm import triton_norm
 from lz_compile.lowering.ops import norm
 from lz_compile.runtime.kernels.registry import kernels
-from tests.interpreting import interpreted
 
 KERNELS = ("lz.triton_norm", "lz.triton_residual_norm")
 for_every_kernel = pytest.mark.parametrize("kernel", KERNELS)
-
-
-_QUICK = "one_column or rounded_before or own_and_the_result"
-
-
-def test_some_of_every_kernel_is_the_references_in_the_interpreter():
-    interpreted("interpreted_triton.py", _QUICK)
-
-
-@pytest.mark.slow
-def test_kernels_are_the_references_in_the_interpreter():
-    interpreted("interpreted_triton.py", f"not ({_QUICK})")
 
 
 # ---- for GPUs --------------------------------------------------------------------------------------------------------

@@ -20,21 +20,9 @@ from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem.context import of_facts
-from tests.interpreting import interpreted
 from tests.test_linear import FLOAT8, PACKINGS, stored_numbers
 
 NAME = "lz.triton_linear"
-_QUICK = "eight_bits or one_group"
-
-
-def test_some_products_are_the_definition_in_the_interpreter():
-    interpreted("interpreted_linear.py", _QUICK)
-
-
-@pytest.mark.slow
-def test_products_are_the_definition_in_the_interpreter():
-    """The rest of ``interpreted_linear.py``, where Triton is imported with its interpreter on."""
-    interpreted("interpreted_linear.py", f"not ({_QUICK})")
 
 
 def problem(

@@ -21,23 +21,9 @@ from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem.context import of_facts
-from tests.interpreting import interpreted
 from tests.test_paged_attention import Problem, assert_near, attributes, truth
 
 NAME = "lz.triton_paged_attention"
-_QUICK = "many_parts or eight_bits"
-
-
-def test_a_part_of_the_kernels_is_the_definition_in_the_interpreter():
-    interpreted("interpreted_paged_attention.py", _QUICK)
-
-
-@pytest.mark.slow
-def test_kernels_are_the_definition_in_the_interpreter():
-    """The rest of ``interpreted_paged_attention.py``, where Triton is imported with its interpreter on."""
-    interpreted("interpreted_paged_attention.py", f"not ({_QUICK})")
-
-
 # ---- for GPUs --------------------------------------------------------------------------------------------------------
 
 _PLAIN = {

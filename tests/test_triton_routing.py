@@ -15,16 +15,9 @@ from lz_compile.ground import events, health
 from lz_compile.lowering.kernels.routing import triton_routing
 from lz_compile.lowering.ops.routing import Operands
 from lz_compile.runtime.kernels.registry import kernels
-from tests.interpreting import interpreted
 from tests.routing_problems import Problem, expected, misses, with_gradients
 
 NAME = "lz.triton_routing"
-
-
-@pytest.mark.slow
-def test_kernels_are_the_references_in_the_interpreter():
-    """All of ``interpreted_routing.py``, where Triton is imported with its interpreter on."""
-    interpreted("interpreted_routing.py")
 
 
 # ---- for GPUs --------------------------------------------------------------------------------------------------------

@@ -21,21 +21,10 @@ from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem.context import of_facts
-from tests.interpreting import interpreted
 from tests.scan_kernel_problems import PROBLEMS, assert_near, exactly, missing, with_gradients
 
 KERNELS = {"lz.triton_scan": triton_scan.scan, "lz.triton_chunked_scan": triton_scan.chunked_scan}
-_QUICK = "kda_shared_keys or without_elements or differences"
 for_every_kernel = pytest.mark.parametrize("name", KERNELS)
-
-
-def test_some_of_every_kernel_is_the_references_in_the_interpreter():
-    interpreted("interpreted_triton_scan.py", _QUICK)
-
-
-@pytest.mark.slow
-def test_kernels_are_the_references_in_the_interpreter():
-    interpreted("interpreted_triton_scan.py", f"not ({_QUICK})")
 
 
 # ---- for GPUs --------------------------------------------------------------------------------------------------------

@@ -758,8 +758,12 @@ def test_a_model_that_draws_random_numbers_draws_the_same_with_and_without_measu
 # ---- with Inductor -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("no_code_generation")
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{"options": {**ON_MISS}}, {"mode": "max-autotune-no-cudagraphs"}])
+@pytest.mark.parametrize(
+    "options",
+    [{"options": {**ON_MISS}}, pytest.param({"mode": "max-autotune-no-cudagraphs"}, marks=pytest.mark.thorough)],
+)
 def test_the_backend_measures_once_and_gives_the_same(monkeypatch, options):
     monkeypatch.setattr(measuring, "measure", lambda calls, device, **_: {n: Timing((1.0, 1.0)) for n in calls})
     inputs = operands()

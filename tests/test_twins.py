@@ -110,7 +110,7 @@ def test_a_layer_whose_weights_are_used_is_a_near_miss_among_twins() -> None:
     assert len(matches_of(["plain", "weights used", "plain"])) == 2
 
 
-@settings(max_examples=examples(6, 12), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(4, 12), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(kinds=st.lists(st.sampled_from(KINDS), min_size=2, max_size=5), train=st.booleans())
 def test_any_stack_is_rewritten_as_if_there_were_no_twins(kinds: list[str], train: bool) -> None:
     stack = model(kinds)

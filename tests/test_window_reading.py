@@ -97,6 +97,7 @@ def shown(window: Window, whole: Tensor, sizes: list[int], query: int, key: int,
     return whole[tuple(index)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_what_is_read_of_any_program_is_what_it_gives(first: int) -> None:
     count, total = 0, 0

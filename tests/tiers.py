@@ -8,7 +8,7 @@ these names. `examples` is the same for Hypothesis. ``LZ_TEST_THOROUGH=1`` runs 
 from __future__ import annotations
 
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -49,12 +49,13 @@ def _left_out(name: str, group: list[pytest.Item]) -> Iterable[pytest.Item]:
 
 
 def _covering(group: list[Any]) -> list[pytest.Item]:
-    """One after the other that which has most values that none before it has."""
+    """One after the other that which has most values that none before it has; of those, that whose values others have least."""
     first = [item for item in group if not item.get_closest_marker("thorough")]
     wanted = {item: {(name, id(value)) for name, value in item.callspec.params.items()} for item in first}
     sampled: list[pytest.Item] = []
-    missing = set().union(*wanted.values())
-    while missing:
-        sampled.append(max(wanted, key=lambda item: len(wanted[item] & missing)))
-        missing -= wanted[sampled[-1]]
+    met: Counter[tuple[str, int]] = Counter()
+    while missing := set().union(*wanted.values()) - met.keys():
+        rank = {item: (len(each & missing), -sum(met[value] for value in each)) for item, each in wanted.items()}
+        sampled.append(max(rank, key=lambda item: rank[item]))
+        met.update(wanted[sampled[-1]])
     return sampled
