@@ -44,7 +44,7 @@ from lz_compile.passes.proof.special_values import may_be_special
 from lz_compile.passes.recognisers import recognisers
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import Recipes, splice
-from lz_compile.passes.sampling.stores import with_values
+from lz_compile.passes.inlining.values import with_values
 from lz_compile.report.report import GraphReport
 from lz_compile.runtime.kernels.registry import kernels
 

@@ -16,7 +16,7 @@ from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
 from lz_compile.passes.loops.roll.forward_stores import forward_stores
 from lz_compile.passes.loops.roll.reroll import reroll
 from lz_compile.passes.loops.roll.unbatch import unbatch
-from lz_compile.passes.sampling.stores import with_values
+from lz_compile.passes.inlining.values import with_values
 
 
 def random(*shape: int) -> Tensor:

@@ -22,7 +22,7 @@ from lz_compile.passes.graph.view import known_tensor, read, tensor_of
 from lz_compile.passes.graph.walks import reached
 from lz_compile.passes.proof.verdict_keys import described
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, sizes_for
-from lz_compile.passes.sampling.stores import is_ordering, ordered_dim
+from lz_compile.passes.sampling.ordering import is_ordering, ordered_dim
 
 #: What takes one element of a row, or gives one.
 _PICKS = frozenset({"getitem", "select", "narrow", "amax", "where", "diff"})

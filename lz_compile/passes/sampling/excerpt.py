@@ -26,7 +26,7 @@ from lz_compile.passes.graph.view import Call, is_symbolic, known_tensor, tensor
 from lz_compile.passes.graph.walks import needed
 from lz_compile.passes.proof.resize import resized, shape, whole
 from lz_compile.passes.proof.subgraph import Subgraph
-from lz_compile.passes.sampling.stores import is_ordering
+from lz_compile.passes.sampling.ordering import is_ordering
 
 #: More operations than a filter of scores is spelled with.
 _MOST = 120
