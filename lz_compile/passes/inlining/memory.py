@@ -83,6 +83,8 @@ class Memories:
         self._last: dict[tuple[fx.Node, int | None], int] = {}
         self._targets: dict[fx.Node, list[fx.Node]] = {}
         self._changed: set[fx.Node] = set()
+        #: Nodes that show what they did, of memory that became a value so many times.
+        self._kept: dict[fx.Node, int] = {}
         for writer, target in effects.writes_made:
             self._targets.setdefault(writer, []).append(target)
         for node in effects.calls:
@@ -173,7 +175,9 @@ class Memories:
             args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
             node.meta["example_value"] = emit.compute(called, node.target, args, kwargs)
         if own is not None and is_shown:
-            own.now, own.version = node, own.memory.version
+            self._kept[node] = own.memory.version
+            if own.version < own.memory.version:
+                own.now, own.version = node, own.memory.version
 
     def replace(self, view: View, value: fx.Node) -> None:
         """A value takes the place of what a view showed; all other views are views of it."""
@@ -184,7 +188,9 @@ class Memories:
     def now(self, node: fx.Node, emit: Emitter) -> fx.Node:
         """What a name of the graph as it was shows by now."""
         view = self._views.get(node)
-        return node if view is None or not view.memory.version else self._shown(view, emit)
+        if view is None or view.memory.version == self._kept.get(node, 0):
+            return node
+        return self._shown(view, emit)
 
     def _shown(self, view: View, emit: Emitter) -> fx.Node:
         memory = view.memory

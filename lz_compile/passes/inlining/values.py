@@ -68,7 +68,7 @@ def with_values(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     is_scored = any(call.name in _EXPONENTIAL for call in calls)
     if not is_scored and not any(call.name in ORDERING | _READ or _is_telling(call) for call in calls):
         return 0
-    spelled = store_pieces(graph, may_edit, _is_computed) if is_scored else 0
+    spelled = store_pieces(graph, may_edit, _is_read_whole) if is_scored else 0
     effects = Effects(graph)
     if not effects.has_mutations:
         return spelled
@@ -83,10 +83,14 @@ def _is_telling(call: Call) -> bool:
 
 
 def _is_computed(buffer: fx.Node, count: int) -> bool:
-    """Whether a tensor of which so many pieces are overwritten is computed, filled by no loop, and read afterwards."""
+    """Whether a tensor of which so many pieces are overwritten is computed, and filled by no loop."""
     call = read(buffer)
-    is_one = call is not None and call.name not in NEW and count < LEAST_STEPS and is_floating(buffer)
-    return is_one and not is_overwritten(max(buffer.users))  # else the piece itself is what is read
+    return call is not None and call.name not in NEW and count < LEAST_STEPS and is_floating(buffer)
+
+
+def _is_read_whole(buffer: fx.Node, count: int) -> bool:
+    """Whether such a tensor is read afterwards, and not a piece of it alone."""
+    return _is_computed(buffer, count) and not is_overwritten(max(buffer.users))
 
 
 class _Stage:
@@ -98,6 +102,7 @@ class _Stage:
         self.may_edit = may_edit
         self.is_scored = is_scored
         self.memories = Memories(effects)
+        self.bare = self._named_bare()
         self.mode = next(
             (tensor.fake_mode for node in graph.nodes if (tensor := tensor_of(node)) is not None),  # type: ignore[attr-defined]
             None,
@@ -129,7 +134,9 @@ class _Stage:
         if view is None or ambient.is_transformed or not self._may_differ(node, view):
             return False
         place = self.effects.position[node]
-        told = [each for each in (view, view.parent) if each is not None and self.memories.home(each, place) is not None]
+        told = [
+            each for each in (view, view.parent) if each is not None and self.memories.home(each, place) is not None
+        ]
         if not told:
             return False
         self.memories.now(told[0].made, self._emitter(node))  # a view of the last value stays, whatever becomes of this
@@ -160,15 +167,21 @@ class _Stage:
 
     def _note_as_made(self, view: View) -> None:
         """What Dynamo notes for memory has a gradient once something with one is written to it; it has none before."""
-        if view.memory.version or not known_tensor(view.made).requires_grad:
-            return
-        root = next(each for each in view.above() if each.parent is None)
-        if tensor_of(root.made) is None or is_made_attached(root.made, self.effects):
-            return
-        for name in (name for each in view.memory.views for name in each.names):
-            noted = tensor_of(name)
-            if noted is not None and self.effects.overwritten_after(root.made, root.made, name) is None:
-                name.meta["example_value"] = noted.detach()
+        for name in [] if view.memory.version else self.bare.get(_root(view), ()):
+            name.meta["example_value"] = known_tensor(name).detach()
+
+    def _named_bare(self) -> dict[View, list[fx.Node]]:
+        """By the root of memory that was made without a gradient: its names until it is written to, if they have one."""
+        targets = dict.fromkeys(target for _, target in self.effects.writes_made)
+        roots = {_root(view) for each in targets if (view := self.memories.view(each)) is not None}
+        found = {}
+        for root in roots:
+            tensor = tensor_of(root.made)
+            if tensor is not None and tensor.requires_grad and not is_made_attached(root.made, self.effects):
+                names = [name for view in root.memory.views for name in view.names if tensor_of(name) is not None]
+                ahead = [name for name in names if self.effects.overwritten_after(root.made, root.made, name) is None]
+                found[root] = [name for name in ahead if not self.effects.writes(name, root.made)]
+        return found
 
     # ---- the whole tensor ---------------------------------------------------------------------------------------------
 
@@ -176,7 +189,8 @@ class _Stage:
         """A value that is what a call leaves in a tensor, and lies in memory as that does; None where it has no form."""
         old = known_tensor(view.made)
         emit, target = self._emitter(node), self.memories.now(view.made, self._emitter(node))
-        for name, arguments, named in _forms(node, target, old, emit):
+        is_graded = not (view.memory.version == 0 and _root(view) in self.bare) and known_tensor(target).requires_grad
+        for name, arguments, named in () if is_graded and _forgets(node) else _forms(node, target, old, emit):
             before = node.prev
             value = _cast(emit.call(name, *arguments, **named), old, emit)
             if value is not None and self._lies_alike(value, old, node, view):
@@ -254,6 +268,10 @@ class _Stage:
         return _is_computed(view.made, len(self.effects.writes_to(view.made)))
 
 
+def _root(view: View) -> View:
+    return [*view.above()][-1]
+
+
 def _cast(value: fx.Node, old: torch.Tensor, emit: Emitter) -> fx.Node | None:
     """A value in the dtype of the tensor that it takes the place of."""
     new = tensor_of(value)
@@ -280,6 +298,16 @@ def _forms(node: fx.Node, target: fx.Node, old: torch.Tensor, emit: Emitter) -> 
         if out_of_place is not None:
             yield out_of_place
         yield from _filling(call, target, old)
+
+
+def _forgets(node: fx.Node) -> bool:
+    """Whether a call leaves nothing of what was there: what had a gradient gets one of zeros, rather than none."""
+    call = read(node)
+    index = node.args[1] if node.target is operator.setitem else None
+    is_store = index is not None and not any(
+        isinstance(each, fx.Node) for each in (index if isinstance(index, tuple) else (index,))
+    )
+    return is_store or "out" in node.kwargs or (call is not None and call.name in ("copy", "fill", "zero"))
 
 
 def _filling(call: Call, target: fx.Node, old: torch.Tensor) -> Iterator[_Form]:
@@ -365,8 +393,8 @@ def _copies(value: Any, target: fx.Node, old: torch.Tensor, emit: Emitter) -> It
 
 
 def _filled(target: fx.Node, value: Any, old: torch.Tensor) -> Iterator[_Form]:
-    """One number everywhere; what has a gradient by then keeps one of zeros, and stays."""
-    if _holds(old.dtype, value) and not old.requires_grad:
+    """One number everywhere."""
+    if _holds(old.dtype, value):
         yield torch.full_like, (target, value), {}
 
 
