@@ -49,6 +49,25 @@ class View:
             yield view
             view = view.parent
 
+    def cut(self) -> tuple[View, int, slice, bool] | None:
+        """The tensor of which this is a slice along one dimension, that, where, and whether the dimension is dropped."""
+        whole = next((each for each in [*self.above()][1:] if tensor_of(each.made) is not None), None)
+        own, other = tensor_of(self.made), None if whole is None else tensor_of(whole.made)
+        if whole is None or own is None or other is None or own.dtype != other.dtype:
+            return None
+        shape, strides = [*own.shape], [*own.stride()]
+        offset = own.storage_offset() - other.storage_offset()
+        if not all(isinstance(each, int) for each in (*shape, *strides, *other.shape, *other.stride(), offset)):
+            return None
+        drops = len(shape) == other.dim() - 1
+        for dim in range(other.dim() if drops or len(shape) == other.dim() else 0):
+            size, step = (1, other.stride(dim)) if drops else (shape[dim], strides[dim])
+            behind = dim if drops else dim + 1
+            around = [*shape[:dim], other.shape[dim], *shape[behind:]], [*strides[:dim], step, *strides[behind:]]
+            if step and size and around == ([*other.shape], [*other.stride()]) and not offset % step:
+                return whole, dim, slice(offset // step, offset // step + size), drops
+        return None
+
     @property
     def is_whole(self) -> bool:
         """Whether it holds every element of its parent, by a call that can be undone."""
@@ -74,7 +93,10 @@ class Memory:
 
 
 class Memories:
-    """All memory of one graph. The calls of the graph are passed one by one: :meth:`enter`, then :meth:`replace` or :meth:`keep`."""
+    """All memory of one graph.
+
+    The calls of the graph are passed one by one: :meth:`enter`, and then :meth:`replace` or :meth:`keep`.
+    """
 
     def __init__(self, effects: Effects) -> None:
         self._effects = effects
@@ -144,9 +166,8 @@ class Memories:
         return whole
 
     def _is_read(self, view: View, place: int) -> bool:
-        number = (
-            view.memory.number if tensor_of(view.made) is None else None
-        )  # of several tensors, those in this memory
+        # Of several tensors, those in this memory count.
+        number = view.memory.number if tensor_of(view.made) is None else None
         return any(self._last.get((name, number), -1) > place for name in view.names)
 
     def readers(self, view: View, place: int) -> Iterator[fx.Node]:

@@ -134,17 +134,17 @@ class _Stage:
         if view is None or ambient.is_transformed or not self._may_differ(node, view):
             return False
         place = self.effects.position[node]
-        told = [
-            each for each in (view, view.parent) if each is not None and self.memories.home(each, place) is not None
-        ]
-        if not told:
+        cut = None if self.memories.home(view, place) is not None else view.cut()
+        whole = view if cut is None else cut[0]
+        if self.memories.home(whole, place) is None:
             return False
-        self.memories.now(told[0].made, self._emitter(node))  # a view of the last value stays, whatever becomes of this
-        whole, before = told[0], node.prev
-        if whole is view:
-            value = self._piece(node, view) or self._out_of_place(node, view) or self._cut(node, view)
+        self.memories.now(whole.made, self._emitter(node))  # a view of the last value stays, whatever becomes of this
+        before = node.prev
+        if cut is None:
+            value = self._piece(node, view) or self._out_of_place(node, view) or self._stored(node, view)
         else:
-            value = self._joined(node, view)
+            piece = self._out_of_place(node, view, is_piece=True) if self._is_cut_rarely(whole) else None
+            value = None if piece is None else self._put(node, *cut, piece)
         if value is None or not self.may_edit(node):
             self._erase_behind(before, node)
             return False
@@ -185,15 +185,18 @@ class _Stage:
 
     # ---- the whole tensor ---------------------------------------------------------------------------------------------
 
-    def _out_of_place(self, node: fx.Node, view: View) -> fx.Node | None:
-        """A value that is what a call leaves in a tensor, and lies in memory as that does; None where it has no form."""
+    def _out_of_place(self, node: fx.Node, view: View, *, is_piece: bool = False) -> fx.Node | None:
+        """A value that is what a call leaves in a tensor, and lies in memory as that does; None where it has no form.
+
+        Where what is left is put into another tensor as a ``is_piece``, it may lie anyhow.
+        """
         old = known_tensor(view.made)
         emit, target = self._emitter(node), self.memories.now(view.made, self._emitter(node))
         is_graded = not (view.memory.version == 0 and _root(view) in self.bare) and known_tensor(target).requires_grad
         for name, arguments, named in () if is_graded and _forgets(node) else _forms(node, target, old, emit):
             before = node.prev
             value = _cast(emit.call(name, *arguments, **named), old, emit)
-            if value is not None and self._lies_alike(value, old, node, view):
+            if value is not None and (is_piece or self._lies_alike(value, old, node, view)):
                 return value
             self._erase_behind(before, node)
         return None
@@ -222,45 +225,42 @@ class _Stage:
         is_alike = value is not None and kind_of(value) == kind_of(target)
         return value if is_alike and _strides(known_tensor(value)) == _strides(old) else None
 
-    def _cut(self, node: fx.Node, view: View) -> fx.Node | None:
-        """A tensor with another value for a slice of it."""
-        if node.target is not operator.setitem or not isinstance(node.args[2], fx.Node):
+    def _stored(self, node: fx.Node, view: View) -> fx.Node | None:
+        """What a tensor is with another one stored into a slice of it."""
+        old = known_tensor(view.made)
+        if (
+            node.target is not operator.setitem
+            or not isinstance(node.args[2], fx.Node)
+            or not self._is_cut_rarely(view)
+        ):
             return None
-        return self._put(node, view, node.args[1], node.args[2])
-
-    def _joined(self, node: fx.Node, view: View) -> fx.Node | None:
-        """What a tensor is after a call that writes into a slice of it, by a view."""
-        if view.made.target is not operator.getitem or view.parent is None or tensor_of(view.parent.made) is None:
+        elements = elements_of(node.args[1], old)
+        cuts = [(dim, each) for dim, each in enumerate(elements or ()) if each != slice(None)]
+        if elements is None or None in elements or len(cuts) != 1:
             return None
-        value = self._out_of_place(node, view) if self._is_cut_rarely(view.parent) else None
-        return None if value is None else self._put(node, view.parent, view.made.args[1], value)
-
-    def _put(self, node: fx.Node, view: View, index: Any, value: fx.Node) -> fx.Node | None:
-        """A tensor with a value in the place of a slice along one dimension."""
-        old, new = known_tensor(view.made), tensor_of(value)
-        elements = elements_of(index, old)
-        if new is None or elements is None or None in elements or not self._is_cut_rarely(view):
-            return None
-        cuts = [(dim, each) for dim, each in enumerate(elements) if each != slice(None)]
-        size = shape_of(old)[cuts[0][0]] if len(cuts) == 1 else None
-        if not isinstance(size, int) or not isinstance(cuts[0][1], slice) or new.device != old.device:
-            return None
-        dim, cut = cuts[0]
-        if not all(each is None or isinstance(each, int) for each in (cut.start, cut.stop, cut.step)):
+        (dim, cut), size = cuts[0], shape_of(old)[cuts[0][0]]
+        if isinstance(cut, int) and isinstance(size, int) and not isinstance(cut, bool):
+            return self._put(node, view, dim, slice(cut % size, cut % size + 1), True, node.args[2])
+        ends = (cut.start, cut.stop, cut.step) if isinstance(cut, slice) else (size,)
+        if not isinstance(size, int) or not all(each is None or isinstance(each, int) for each in ends):
             return None
         start, stop, step = cut.indices(size)
-        shape = (*shape_of(old)[:dim], stop - start, *shape_of(old)[dim + 1 :])
-        if step != 1 or start >= stop or shape_of(new) != shape:
+        return self._put(node, view, dim, slice(start, stop), False, node.args[2]) if step == 1 else None
+
+    def _put(self, node: fx.Node, view: View, dim: int, cut: slice, drops: bool, value: fx.Node) -> fx.Node | None:
+        """A tensor with a value in the place of a slice along one dimension, which it ``drops`` or has."""
+        old, new, emit = known_tensor(view.made), tensor_of(value), self._emitter(node)
+        size, shape = shape_of(old)[dim], [*shape_of(old)]
+        shape[dim : dim + 1] = [] if drops else [cut.stop - cut.start]
+        if new is None or new.device != old.device or [*shape_of(new)] != shape or cut.start >= cut.stop:
             return None
-        emit = self._emitter(node)
-        target = self.memories.now(view.made, emit)
-        sides = [slice(0, start), slice(stop, size)]
-        ahead, behind = (
-            [emit.call(operator.getitem, target, (*[slice(None)] * dim, each))] if each.start < each.stop else []
-            for each in sides
-        )
-        cast = _cast(value, old, emit)
-        joined = emit.call(torch.cat, [*ahead, cast, *behind], dim)
+        target, parts = self.memories.now(view.made, emit), []
+        for side in (slice(0, cut.start), cut, slice(cut.stop, size)):
+            if side is cut:
+                parts.append(_cast(emit.call("unsqueeze", value, dim) if drops else value, old, emit))
+            elif side.start < side.stop:
+                parts.append(emit.call(operator.getitem, target, (*[slice(None)] * dim, side)))
+        joined = emit.call(torch.cat, parts, dim)
         return joined if self._lies_alike(joined, old, node, view) else None
 
     def _is_cut_rarely(self, view: View) -> bool:
@@ -304,9 +304,8 @@ def _forgets(node: fx.Node) -> bool:
     """Whether a call leaves nothing of what was there: what had a gradient gets one of zeros, rather than none."""
     call = read(node)
     index = node.args[1] if node.target is operator.setitem else None
-    is_store = index is not None and not any(
-        isinstance(each, fx.Node) for each in (index if isinstance(index, tuple) else (index,))
-    )
+    chosen = index if isinstance(index, tuple) else (index,)
+    is_store = index is not None and not any(isinstance(each, fx.Node) for each in chosen)
     return is_store or "out" in node.kwargs or (call is not None and call.name in ("copy", "fill", "zero"))
 
 
