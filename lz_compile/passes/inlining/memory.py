@@ -114,11 +114,11 @@ class Memories:
         for node, place in effects.position.items():
             for operand in node.all_input_nodes:
                 self._last[operand, None] = place
-                for memory in dict.fromkeys(memories_of(node)):
+                for memory in memories_of(node):
                     self._last[operand, memory] = place
 
     def _note(self, node: fx.Node) -> None:
-        own = dict.fromkeys(memories_of(node))
+        own = dict.fromkeys(self._passed_on(node) or memories_of(node))
         operands = [each for each in node.all_input_nodes if each in self._views]
         if tensor_of(node) is not None and not own:  # nobody can tell where it lies: as if it were in all of them
             for each in operands:
@@ -145,6 +145,17 @@ class Memories:
                 memory.views.append(view)
             view.names.append(node)
             self._views[node] = view
+
+    def _passed_on(self, node: fx.Node) -> list[int]:
+        """The memory of a tensor that a call gives back as it is, where Dynamo notes another."""
+        call = read(node)
+        view = self._views.get(call.input) if call is not None and "dropout" in call.name else None
+        if call is None or view is None or call.is_inplace:
+            return []
+        if call.get("training") is True and call.name == "dropout" and call.get("p", 0.5):
+            return []
+        view.memory.stays |= call.get("training") is not False
+        return [view.memory.number]
 
     def view(self, node: fx.Node) -> View | None:
         """The view that a node of the graph as it was is; None for what is no tensor, or lies nobody knows where."""
