@@ -56,7 +56,7 @@ def near_misses() -> dict[str, Lookalike]:
         "difference_of_heads": Lookalike(difference_of_heads, qkv, "PROBABILITIES_NOT_READ"),
         "exponentials_not_divided": Lookalike(exponentials_not_divided, qkv, "NOT_NORMALISED"),
         "key_overwritten_in_between": Lookalike(key_overwritten_in_between, qkv, "OPERAND_MUTATED"),
-        "scores_overwritten_through_a_view": Lookalike(scores_overwritten_through_a_view, qkv, "OPERAND_MUTATED"),
+        "scores_overwritten_through_a_view": Lookalike(scores_overwritten_through_a_view, qkv, "SCORES_NOT_READ"),
         "autocast_entered_in_between": Lookalike(autocast_entered_in_between, qkv, "MODE_CHANGES_INSIDE"),
         "scores_scaled_one_by_one": Lookalike(
             scores_scaled_one_by_one, (*qkv, 0.1 * normal(12, 19, 23)), "SCORES_LARGE"
@@ -163,7 +163,6 @@ def exponentials_not_divided(query: Tensor, key: Tensor, value: Tensor) -> Tenso
 
 def key_overwritten_in_between(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention whose key is doubled in place after the scores were taken; a kernel at the end would see it doubled."""
-    key = key + 1.0
     scores = _scores(query, key)
     key.mul_(2.0)
     return scores.softmax(-1) @ value

@@ -60,7 +60,7 @@ def near_misses() -> dict[str, Lookalike]:
         "group_norm": Lookalike(group_norm),
         "statistics_returned": Lookalike(statistics_returned, "INTERIOR_USED"),
         "row_overwritten_in_between": Lookalike(row_overwritten_in_between, "OPERAND_MUTATED"),
-        "row_overwritten_through_a_view": Lookalike(row_overwritten_through_a_view, "OPERAND_MUTATED"),
+        "row_overwritten_through_a_view": Lookalike(row_overwritten_through_a_view, ""),
         "statistic_overwritten": Lookalike(statistic_overwritten),
         "autocast_entered_in_between": Lookalike(autocast_entered_in_between, "MODE_CHANGES_INSIDE"),
         "statistic_without_gradient": Lookalike(statistic_without_gradient, "MODE_CHANGES_INSIDE"),

@@ -18,7 +18,7 @@ from lz_compile.passes.formula.axes import fresh
 from lz_compile.passes.formula.polynomial import ZERO, Variable, number, variable
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.masks import constant_patterns
+from lz_compile.passes.masks import constant_patterns, constants
 from lz_compile.passes.masks.constants import Constant, Constants, evaluate
 from lz_compile.passes.masks.meaning import Axes, Meaning
 from lz_compile.passes.masks.reading import Masks
@@ -68,6 +68,30 @@ def test_one_value_of_a_buffer_makes_the_difference(dynamic: bool) -> None:
     mask[5, 8] = True
     found, _ = read_inside(Buffered(mask), torch.zeros(2, 9), dynamic=dynamic)
     assert isinstance(found, Reason) or not found.is_exact
+
+
+def test_a_mask_whose_writes_are_missed_is_no_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its value by what takes part in it is held against all constant calls ahead, in their order."""
+
+    def made(x: Tensor) -> Tensor:
+        mask = torch.zeros(9, 9)
+        corner = mask[:4]
+        corner[:, 4:] = -100.0
+        return mask + 0.0
+
+    graph = capture(made, torch.zeros(2, 9))
+    node, effects = output_of(graph), effects_of(graph)
+    found = evaluate(effects, node)
+    assert isinstance(found, Constant)
+    assert torch.equal(found.value, made(torch.zeros(2, 9)))
+    monkeypatch.setattr(constants, "_writers", lambda *_: iter(()))
+    missed = evaluate(effects, node)
+    assert isinstance(missed, Reason)
+    assert "writes to memory" in missed.message
+    monkeypatch.setattr(Effects, "writes_made", property(lambda _: ()))
+    missed = evaluate(effects, node)
+    assert isinstance(missed, Reason)
+    assert "is another one if all that is constant before it is computed" in missed.message
 
 
 def scattered(x: Tensor) -> Tensor:

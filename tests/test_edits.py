@@ -26,6 +26,7 @@ from lz_compile.passes.graph.refusal import Failure
 from lz_compile.passes.graph.share import share_equal
 from lz_compile.passes.graph.snapshot import Snapshot
 from lz_compile.passes.inlining.inline import inline
+from lz_compile.passes.inlining.values import with_values
 from lz_compile.passes.loops.recurrence import distribute as distributing
 from lz_compile.passes.loops.recurrence.distribute import distribute
 from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
@@ -44,7 +45,6 @@ from lz_compile.passes.proof.trial_run import may_be_special
 from lz_compile.passes.recognisers import recognisers
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import Recipes, splice
-from lz_compile.passes.sampling.stores import with_values
 from lz_compile.report.report import GraphReport
 from lz_compile.runtime.kernels.registry import kernels
 

@@ -11,12 +11,12 @@ from torch import Tensor
 from torch._higher_order_ops import scan
 
 from lz_compile.passes.inlining.inline import inline
+from lz_compile.passes.inlining.values import with_values
 from lz_compile.passes.loops.recurrence.distribute import distribute
 from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
 from lz_compile.passes.loops.roll.forward_stores import forward_stores
 from lz_compile.passes.loops.roll.reroll import reroll
 from lz_compile.passes.loops.roll.unbatch import unbatch
-from lz_compile.passes.sampling.stores import with_values
 
 
 def random(*shape: int) -> Tensor:

@@ -57,7 +57,7 @@ def test_a_transposed_tensor_keeps_its_strides_or_is_left_alone(name):
     assert bool(left) == (not has_form and name != "setitem")
 
 
-def test_reads_through_another_name_keep_a_write_in_place():
+def test_reads_through_another_name_are_views_of_the_value():
     def function(x: Tensor) -> tuple[Tensor, ...]:
         a = x * 2
         v = a[0]
@@ -68,7 +68,7 @@ def test_reads_through_another_name_keep_a_write_in_place():
         b.add_(w.sum())
         return a.sort().values, v, b
 
-    assert writes(rewritten(function, torch.randn(3, 50))) == ["mul_"]
+    assert not writes(rewritten(function, torch.randn(3, 50)))
 
 
 def test_growth_with_the_number_of_writes_is_linear():
@@ -80,7 +80,7 @@ def test_growth_with_the_number_of_writes_is_linear():
                 kept.append(h.clone() if t % 5 else h * 2)
             return torch.stack(kept), x[0].topk(1)[0]
 
-        from lz_compile.passes.sampling.stores import with_values
+        from lz_compile.passes.inlining.values import with_values
 
         made = 0
 

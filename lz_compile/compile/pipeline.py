@@ -20,13 +20,13 @@ from lz_compile.passes.editing.edit import Edit, RefutedError
 from lz_compile.passes.graph.modes import ambient_behind, grad_enabled
 from lz_compile.passes.graph.snapshot import Snapshot
 from lz_compile.passes.inlining.subclasses import spell_out_subclasses
+from lz_compile.passes.inlining.values import with_values
 from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
 from lz_compile.passes.loops.roll.filled_parts import join_parts
 from lz_compile.passes.loops.roll.forward_stores import forward_stores
 from lz_compile.passes.loops.roll.roll import SCAN
 from lz_compile.passes.loops.roll.scan_outputs import is_graded, scans_of_ours
 from lz_compile.passes.loops.roll.unbatch import unbatch
-from lz_compile.passes.sampling.stores import with_values
 from lz_compile.report.report import GraphReport
 from lz_compile.runtime.tables import loaded as loaded_tables
 
@@ -40,8 +40,8 @@ def _everywhere(does: str, code: str, edit: Edit, timed: str) -> Stage:
 READ = (
     Stage("spelling out calls", "INLINE_FAILED", reading.spell_out, "inline"),
     _everywhere("spelling out tensor subclasses", "INLINE_FAILED", spell_out_subclasses, "inline"),
-    _everywhere("giving values to what is written in place", "INLINE_FAILED", with_values, "inline"),
     _everywhere("joining what is filled part by part", "INLINE_FAILED", join_parts, "inline"),
+    _everywhere("giving values to what is written in place", "INLINE_FAILED", with_values, "inline"),
     _everywhere("spelling out torch.vmap", "INLINE_FAILED", unbatch, "inline"),
     _everywhere("taking recurrences that are computed in place for values", "INLINE_FAILED", prefix_stores, "inline"),
     Stage("dropping what nobody reads", "REWRITE_FAILED", partial(reading.drop, drop_dead_of_loops), "inline"),

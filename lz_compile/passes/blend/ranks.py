@@ -21,7 +21,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import known_tensor, reached, read, tensor_of
 from lz_compile.passes.proof.validate import described
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, sizes_for
-from lz_compile.passes.sampling.stores import is_ordering, ordered_dim
+from lz_compile.passes.sampling.ordering import is_ordering, ordered_dim
 
 #: What takes one element of a row, or gives one.
 _PICKS = frozenset({"getitem", "select", "narrow", "amax", "where", "diff"})

@@ -19,7 +19,7 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import frames
 from lz_compile.passes.graph.effects import Effects, Look
 from lz_compile.passes.graph.refusal import told
-from lz_compile.passes.graph.view import tensor_of, value_of
+from lz_compile.passes.graph.view import Call, memories_of, read, tensor_of, value_of
 from lz_compile.passes.proof.running import NotRunnableError, run
 
 #: Larger tensors are not computed while compiling.
@@ -83,15 +83,52 @@ def evaluate(
         return order
     wanted = tensor_of(node)
     assert wanted is not None, f"{node.name} is no tensor"
-    try:
-        with isolated() as outside, outside.entered(), torch.no_grad():
-            values = run(order, _buffers(effects, order), adapt=_on_cpu)
-    except (NotRunnableError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
-        return _refusal(f"{told(node)} could not be computed while compiling: {error}")
-    value = values[node]
+    value = _run(effects, node, order)
+    if isinstance(value, Reason):
+        return value
+    if effects.has_mutations:
+        other = _as_eager(effects, node, order, effects.position[node] + 1 if stop is None else stop)
+        if isinstance(other, Reason):
+            return other
+        if not _are_equal(value, other):
+            return _refusal(f"{told(node)} is another one if all that is constant before it is computed")
     if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (tuple(wanted.shape), wanted.dtype):
         return _refusal(f"{told(node)} came out in another shape or dtype than it was traced with")
     return Constant(value, tuple(each for each in order if each.op == "placeholder"))
+
+
+def _run(effects: Effects, node: fx.Node, order: list[fx.Node]) -> Any:
+    """What a node is after some calls, or why that cannot be told."""
+    try:
+        with isolated() as outside, outside.entered(), torch.no_grad():
+            return run(order, _buffers(effects, order), adapt=_on_cpu)[node]
+    except (NotRunnableError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
+        return _refusal(f"{told(node)} could not be computed while compiling: {error}")
+
+
+def _are_equal(value: Any, other: Any) -> bool:
+    """Whether two tensors hold the same, NaN included."""
+    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor) or value.shape != other.shape:
+        return False
+    return bool(((value == other) | ((value != value) & (other != other))).all())  # noqa: PLR0124  NaN differs from itself
+
+
+def _as_eager(effects: Effects, node: fx.Node, order: list[fx.Node], stop: int) -> Any:
+    """The value once more, by all constant calls ahead as the source makes them, whichever of them take part in it.
+
+    What takes part is told by names; who writes to which memory is asked of PyTorch here.
+    """
+    memories = {memory for each in order for memory in memories_of(each)}
+    for writer, target in effects.writes_made:
+        if effects.position[writer] < stop and writer not in order and not memories.isdisjoint(memories_of(target)):
+            return _refusal(f"{told(writer)} writes to memory of {told(node)}")
+    constant: dict[fx.Node, None] = {}
+    for each, place in effects.position.items():
+        is_made = place < stop and all(operand in constant for operand in each.all_input_nodes)
+        # Read anew: what is looked at here is no part of the reading, which equal layers share.
+        if is_made and each.op != "output" and _why_not(effects, each, read(each)) is None:
+            constant[each] = None
+    return _run(effects, node, [*constant])
 
 
 def _refusal(text: str) -> Reason:
@@ -111,7 +148,7 @@ def _replay(
                 continue
             effects.calls.get(each)  # noted, also where the answer is known
             if each not in known:
-                known[each] = _why_not(effects, each)
+                known[each] = _why_not(effects, each, effects.calls[each])
             reason = known[each]
             if reason is not None:
                 return reason
@@ -133,9 +170,9 @@ def _writers(effects: Effects, needed: dict[fx.Node, None], stop: int) -> Iterat
             yield node
 
 
-def _why_not(effects: Effects, node: fx.Node) -> Reason | None:
+def _why_not(effects: Effects, node: fx.Node, call: Call | None) -> Reason | None:
     """Why a node is no constant by itself, None where it is."""
-    call, value = effects.calls[node], value_of(node)
+    value = value_of(node)
     if isinstance(value, torch.Tensor):
         if not all(isinstance(size, int) for size in value.shape):
             return _refusal(f"{told(node)} has a symbolic size")

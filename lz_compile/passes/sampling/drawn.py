@@ -11,7 +11,7 @@ from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, is_floating, reached, tensor_of
-from lz_compile.passes.sampling.stores import ORDERING
+from lz_compile.passes.sampling.ordering import ORDERING
 
 _DRAWS = frozenset({"multinomial", "argmax", "cumsum"})
 #: Calls after which scores, or what is left of them, are scores still, or their weights.

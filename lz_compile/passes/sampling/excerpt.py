@@ -25,7 +25,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, is_symbolic, known_tensor, needed, tensor_of, value_of
 from lz_compile.passes.proof.resize import resized, shape, whole
 from lz_compile.passes.proof.running import Subgraph
-from lz_compile.passes.sampling.stores import is_ordering
+from lz_compile.passes.sampling.ordering import is_ordering
 
 #: More operations than a filter of scores is spelled with.
 _MOST = 120

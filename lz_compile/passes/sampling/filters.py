@@ -24,8 +24,8 @@ from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.sampling.drawn import weighs
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, exits
 from lz_compile.passes.sampling.limits import LEAST_MISSED, limits_of
+from lz_compile.passes.sampling.ordering import MAXIMA, ORDERING, ordered_dim
 from lz_compile.passes.sampling.probes import Form, Limits
-from lz_compile.passes.sampling.stores import MAXIMA, ORDERING, ordered_dim
 
 OP = "sampling"
 SOFTMAXES = frozenset({"softmax", "log_softmax", "exp"})

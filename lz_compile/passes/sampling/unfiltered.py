@@ -15,8 +15,8 @@ from lz_compile.passes.sampling.drawn import draws
 from lz_compile.passes.sampling.excerpt import Scores
 from lz_compile.passes.sampling.filters import Filter
 from lz_compile.passes.sampling.logit_processors import logit_processors_of
+from lz_compile.passes.sampling.ordering import ORDERING
 from lz_compile.passes.sampling.probes import Limits
-from lz_compile.passes.sampling.stores import ORDERING
 
 # ---- masks without a filter ------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -81,12 +82,15 @@ def _joined(new: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
 
 
 def _parts(new: fx.Node, tensor: torch.Tensor, effects: Effects) -> list[_Part] | None:
-    """What is written into a new tensor before anybody looks at it; None where it is not only filled."""
+    """What is written into a new tensor before anybody looks at it; None where it is not only filled at first."""
     written = effects.writes_to(new)
     if not 1 < len(written) <= _MOST_PARTS:
         return None
-    last = max((write for write, _ in written), key=effects.position.__getitem__)
-    found = [_part(write, target, new, tensor) for write, target in written]
+    found = [*takewhile(bool, (_part(write, target, new, tensor) for write, target in written))]
+    if len(found) < 2:
+        return None
+    written = written[: len(found)]
+    last = written[-1][0]
     own = {node for write, target in written for node in (write, target)}
     if any(user not in own and effects.position[user] < effects.position[last] for user in new.users):
         return None

@@ -137,7 +137,7 @@ def _changes(store: fx.Node, target: fx.Node, effects: Effects) -> list[_Change]
     if found is None or resolve(found[1]) != resolve(dims):  # other places than its own
         return None
     piece, calls = found[0], found[2]
-    if effects.overwritten_after(piece, piece, store) is not None:
+    if piece not in effects.calls or effects.overwritten_after(piece, piece, store) is not None:
         return None
     changes = []
     for place, (call, other) in enumerate(calls):

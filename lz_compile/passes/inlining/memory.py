@@ -1,0 +1,278 @@
+"""Memory that a graph made, by the views that its nodes are of it: what each shows once a value took its place.
+
+A tensor that is overwritten becomes another tensor. Whoever reads it later by a name that it had before reads a view of
+that one: the same calls are made again. What others hold, or what no call tells, is memory that stays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula.moves import order_in_memory
+from lz_compile.passes.graph.effects import RESHAPERS, Effects
+from lz_compile.passes.graph.view import called, known_tensor, memories_of, read, tensor_of, value_of
+from lz_compile.passes.loops.roll.step_graph import Emitter
+
+#: Views that hold all that they are views of, told by a shape; others that are undone by what they are.
+_RESHAPES = frozenset("view reshape flatten unflatten ravel unsqueeze squeeze view_as reshape_as".split())
+_TURNS = frozenset("transpose t mT T permute".split())
+#: Writes after which a tensor is something else than numbers of the same place.
+_ODD = RESHAPERS | {"requires_grad", "detach", "rename"}
+
+
+@dataclass(eq=False)
+class View:
+    """A tensor of some memory: the nodes that are this very tensor, the first of which ``made`` it of its ``parent``.
+
+    ``arguments`` are those of that call in the graph as it was.
+    """
+
+    memory: Memory
+    made: fx.Node
+    arguments: tuple[Any, Any]
+    parent: View | None = None
+    names: list[fx.Node] = field(default_factory=list)
+    #: What shows it since so many writes were values.
+    now: fx.Node | None = None
+    version: int = 0
+
+    def above(self) -> Iterator[View]:
+        """This view, what it is a view of, and so on."""
+        view: View | None = self
+        while view is not None:
+            yield view
+            view = view.parent
+
+    def cut(self) -> tuple[View, int, slice, bool] | None:
+        """The tensor of which this is a slice along one dimension, that, where, and whether the dimension is dropped."""
+        whole = next((each for each in [*self.above()][1:] if tensor_of(each.made) is not None), None)
+        own, other = tensor_of(self.made), None if whole is None else tensor_of(whole.made)
+        if whole is None or own is None or other is None or own.dtype != other.dtype:
+            return None
+        shape, strides = [*own.shape], [*own.stride()]
+        offset = own.storage_offset() - other.storage_offset()
+        if not all(isinstance(each, int) for each in (*shape, *strides, *other.shape, *other.stride(), offset)):
+            return None
+        drops = len(shape) == other.dim() - 1
+        for dim in range(other.dim() if drops or len(shape) == other.dim() else 0):
+            size, step = (1, other.stride(dim)) if drops else (shape[dim], strides[dim])
+            behind = dim if drops else dim + 1
+            around = [*shape[:dim], other.shape[dim], *shape[behind:]], [*strides[:dim], step, *strides[behind:]]
+            if step and size and around == ([*other.shape], [*other.stride()]) and not offset % step:
+                return whole, dim, slice(offset // step, offset // step + size), drops
+        return None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it holds every element of its parent, by a call that can be undone."""
+        if self.parent is None:
+            return False
+        own, whole = tensor_of(self.made), tensor_of(self.parent.made)
+        call = read(self.made)
+        if own is None or whole is None or call is None or own.is_complex() != whole.is_complex():
+            return False
+        is_undone = call.name in _RESHAPES or _turned(self.made) is not None
+        return is_undone and own.dtype == whole.dtype and order_in_memory(whole) is not None
+
+
+@dataclass(eq=False)
+class Memory:
+    """Its views in the order of the graph; ``anchor`` is the one of which the last value is known."""
+
+    number: int
+    views: list[View] = field(default_factory=list)
+    stays: bool = False
+    version: int = 0
+    anchor: View | None = None
+
+
+class Memories:
+    """All memory of one graph.
+
+    The calls of the graph are passed one by one: :meth:`enter`, and then :meth:`replace` or :meth:`keep`.
+    """
+
+    def __init__(self, effects: Effects) -> None:
+        self._effects = effects
+        self._views: dict[fx.Node, View] = {}
+        self._memories: dict[int, Memory] = {}
+        self._last: dict[tuple[fx.Node, int | None], int] = {}
+        self._targets: dict[fx.Node, list[fx.Node]] = {}
+        self._changed: set[fx.Node] = set()
+        #: Nodes that show what they did, of memory that became a value so many times.
+        self._kept: dict[fx.Node, int] = {}
+        for writer, target in effects.writes_made:
+            self._targets.setdefault(writer, []).append(target)
+        for node in effects.calls:
+            self._note(node)
+        for node, place in effects.position.items():
+            for operand in node.all_input_nodes:
+                self._last[operand, None] = place
+                for memory in memories_of(node):
+                    self._last[operand, memory] = place
+
+    def _note(self, node: fx.Node) -> None:
+        own = dict.fromkeys(self._passed_on(node) or memories_of(node))
+        operands = [each for each in node.all_input_nodes if each in self._views]
+        if tensor_of(node) is not None and not own:  # nobody can tell where it lies: as if it were in all of them
+            for each in operands:
+                self._views[each].memory.stays = True
+        written = self._targets.get(node, [])
+        is_odd = _is_odd(node)
+        for view in (self._views[each] for each in written if is_odd and each in self._views):
+            view.memory.stays = True
+        for number in own:
+            memory = self._memories.setdefault(number, Memory(number))
+            made_of = list(dict.fromkeys(self._views[each] for each in operands if self._views[each].memory is memory))
+            memory.stays |= node.op in ("placeholder", "get_attr") or len(made_of) > 1
+            if len(own) > 1:  # several tensors: each is told apart where it is taken out
+                memory.stays |= bool(memory.views)
+                continue
+            if not made_of:
+                memory.stays |= bool(memory.views)
+                view = View(memory, node, (node.args, node.kwargs))
+            elif node in self._targets and any(self._views.get(each) is made_of[0] for each in written):
+                view = made_of[0]
+            else:
+                view = View(memory, node, (node.args, node.kwargs), made_of[0])
+            if view not in memory.views[-1:] and not view.names:
+                memory.views.append(view)
+            view.names.append(node)
+            self._views[node] = view
+
+    def _passed_on(self, node: fx.Node) -> list[int]:
+        """The memory of a tensor that a call gives back as it is, where Dynamo notes another."""
+        call = read(node)
+        view = self._views.get(call.input) if call is not None and "dropout" in call.name else None
+        if call is None or view is None or call.is_inplace:
+            return []
+        if call.get("training") is True and call.name == "dropout" and call.get("p", 0.5):
+            return []
+        view.memory.stays |= call.get("training") is not False
+        return [view.memory.number]
+
+    def view(self, node: fx.Node) -> View | None:
+        """The view that a node of the graph as it was is; None for what is no tensor, or lies nobody knows where."""
+        return self._views.get(node)
+
+    def home(self, view: View, place: int) -> View | None:
+        """The view that all names hang on which are read after a place, if what ``view`` shows tells what that shows.
+
+        None where others see the memory, or a name shows more of it than is told.
+        """
+        if view.memory.stays:
+            return None
+        whole = view
+        while whole.is_whole and whole.parent is not None:
+            whole = whole.parent
+        for each in view.memory.views:
+            if self._is_read(each, place) and all(above is not whole for above in each.above()):
+                return None
+        return whole
+
+    def _is_read(self, view: View, place: int) -> bool:
+        # Of several tensors, those in this memory count.
+        number = view.memory.number if tensor_of(view.made) is None else None
+        return any(self._last.get((name, number), -1) > place for name in view.names)
+
+    def readers(self, view: View, place: int) -> Iterator[fx.Node]:
+        """Who reads a view by any of its names, or a view of it, after a place."""
+        position = self._effects.position
+        for each in view.memory.views:
+            if any(above is view for above in each.above()):
+                yield from (user for name in each.names for user in name.users if position.get(user, -1) > place)
+
+    def enter(self, node: fx.Node, emit: Emitter) -> None:
+        """Let a call read what became of its operands."""
+        if self._is_changed(node):
+            node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda each: self.now(each, emit))
+            self._changed.add(node)
+
+    def _is_changed(self, node: fx.Node) -> bool:
+        return any(each in self._views and self._views[each].memory.version for each in node.all_input_nodes)
+
+    def keep(self, node: fx.Node, emit: Emitter) -> None:
+        """A call stays: if it gives a view, it is one of what became of its operands."""
+        if node not in self._changed:
+            return
+        own = self._views.get(node)
+        is_shown = own is not None and own.memory.version > 0
+        if is_shown or node in self._targets:  # it shows memory of the value, or that may have a gradient from here on
+            args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
+            node.meta["example_value"] = emit.compute(called, node.target, args, kwargs)
+        if own is not None and is_shown:
+            self._kept[node] = own.memory.version
+            if own.version < own.memory.version:
+                own.now, own.version = node, own.memory.version
+
+    def replace(self, view: View, value: fx.Node) -> None:
+        """A value takes the place of what a view showed; all other views are views of it."""
+        memory = view.memory
+        memory.version += 1
+        memory.anchor, view.now, view.version = view, value, memory.version
+
+    def now(self, node: fx.Node, emit: Emitter) -> fx.Node:
+        """What a name of the graph as it was shows by now."""
+        view = self._views.get(node)
+        if view is None or view.memory.version == self._kept.get(node, 0):
+            return node
+        return self._shown(view, emit)
+
+    def _shown(self, view: View, emit: Emitter) -> fx.Node:
+        memory = view.memory
+        if view.version < memory.version or view.now is None:
+            assert memory.anchor is not None, "a value took its place"
+            below = next((each for each in memory.anchor.above() if each.parent is view), None)
+            view.now = self._again(view, emit) if below is None else _undone(below, self._shown(below, emit), emit)
+            view.version = memory.version
+        return view.now
+
+    def _again(self, view: View, emit: Emitter) -> fx.Node:
+        assert view.parent is not None, "what has no parent is above the anchor"
+        args, kwargs = fx.map_arg(view.arguments, lambda each: self.now(each, emit))
+        return emit.call(view.made.target, *args, **kwargs)
+
+
+def _is_odd(node: fx.Node) -> bool:
+    call = read(node)
+    is_another_graph = isinstance(node.target, torch._ops.HigherOrderOperator)
+    return is_another_graph or call is None or (call.is_inplace and call.name in _ODD)
+
+
+def _undone(view: View, value: fx.Node, emit: Emitter) -> fx.Node:
+    """The parent of a view that holds all of it, as a view of what it shows."""
+    assert view.parent is not None, "it is a view"
+    turn = _turned(view.made)
+    if turn is not None:
+        return emit.call("permute", value, turn)
+    shape = shape_of(known_tensor(view.parent.made))
+    if all(isinstance(size, int) for size in shape):
+        return emit.call("view", value, tuple(shape))
+    return emit.call("view_as", value, view.parent.made)
+
+
+def _turned(node: fx.Node) -> list[int] | None:
+    """The order of dimensions that undoes a transpose; None for another call."""
+    call, own = read(node), tensor_of(node)
+    name = "" if call is None else call.name
+    if call is not None and name == "getattr":
+        name = str(call.arguments.get("#1"))
+    if call is None or own is None or name not in _TURNS:
+        return None
+    args = [each for key, each in call.arguments.items() if key != "input" and not isinstance(each, str)]
+    order = list(range(own.dim()))
+    if name == "permute":
+        given = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+        order = [each % own.dim() for each in given]
+        return sorted(range(own.dim()), key=order.__getitem__)
+    one, other = args if name == "transpose" and len(args) > 1 else (-2, -1)
+    if name not in {"transpose", "mT"} and own.dim() != 2:
+        return None
+    order[one], order[other] = order[other], order[one]
+    return order

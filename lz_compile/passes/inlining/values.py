@@ -1,0 +1,411 @@
+"""Values that are overwritten in place as values of their own, ahead of everything that reads a graph.
+
+``x.div_(t)`` is ``x / t``, ``x += y`` is ``x + y``, ``logits[logits < least] = -inf`` is ``masked_fill`` and
+``torch.mul(a, b, out=x)`` is ``a * b``, for everyone who reads the tensor afterwards, by whichever name
+(:mod:`memory`). What was read before stays what it was. A piece that is overwritten is told by all of the tensor: as
+arithmetic on it where that is scores (:mod:`piece_values`), else as a ``cat``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import operator
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import fx
+
+from lz_compile.ground.sizes import Size, as_size, shape_of
+from lz_compile.passes.editing.edit import MayEdit, anywhere
+from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.moves import order_in_memory
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.gradients import is_made_attached
+from lz_compile.passes.graph.modes import grad_enabled
+from lz_compile.passes.graph.view import Call, is_floating, known_tensor, read, tensor_of
+from lz_compile.passes.graph.writes import NEW
+from lz_compile.passes.inlining.memory import Memories, View
+from lz_compile.passes.loops.roll.piece_values import piece_value
+from lz_compile.passes.loops.roll.piece_writes import is_overwritten, store_pieces
+from lz_compile.passes.loops.roll.search import LEAST_STEPS
+from lz_compile.passes.loops.roll.slices import elements_of
+from lz_compile.passes.loops.roll.step_graph import Emitter
+from lz_compile.passes.loops.roll.steps import kind_of
+from lz_compile.passes.sampling.ordering import ORDERING
+
+#: Of which every element is a function of that element, and of other tensors: activations, and sums.
+_ACTIVATIONS = frozenset("relu relu6 hardtanh hardswish hardsigmoid leaky_relu elu celu selu silu mish gelu".split())
+_ELEMENTWISE = _ACTIVATIONS | frozenset(
+    "add sub mul div pow exp exp2 expm1 log log2 log1p neg abs sign square sqrt rsqrt reciprocal sigmoid tanh sin cos erf "
+    "clamp clamp_min clamp_max floor ceil round trunc nan_to_num masked_fill addcmul addcdiv lerp and or xor not "
+    "tril triu scatter".split()
+)
+#: What everybody reads as it is: with nothing else written, and nothing to be read besides, a graph is left alone.
+_READ_IN_PLACE = _ACTIVATIONS | {"add", "dropout", "batch_norm"}
+#: Calls that a softmax is made of: what graphs with none overwrite piece by piece is no score.
+_EXPONENTIAL = frozenset({"softmax", "log_softmax", "exp", "exp2"})
+#: Calls that begin, or end, what is recognised besides: norms, rotations, draws.
+_READ = frozenset("rsqrt sqrt var var_mean std norm linalg_vector_norm neg view_as_complex cosine_similarity".split())
+
+_OPERATORS: Mapping[Any, Any] = {
+    getattr(operator, f"i{name}"): getattr(operator, name.strip("_"), None) or getattr(operator, f"{name}_")
+    for name in "add sub mul truediv pow and or xor".split()
+}
+
+_Form: TypeAlias = "tuple[Any, tuple[Any, ...], Mapping[str, Any]]"
+
+
+def with_values(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
+    """Let what is written in place be a value of its own, where nobody else holds the memory; how many were.
+
+    Graphs that nobody would read otherwise are left as they are.
+    """
+    calls = [call for node in graph.nodes if (call := read(node)) is not None]
+    is_scored = any(call.name in _EXPONENTIAL for call in calls)
+    if not is_scored and not any(call.name in ORDERING | _READ or _is_telling(call) for call in calls):
+        return 0
+    spelled = store_pieces(graph, may_edit, _is_read_whole) if is_scored else 0
+    effects = Effects(graph)
+    if not effects.has_mutations:
+        return spelled
+    stage = _Stage(graph, effects, may_edit, is_scored=is_scored)
+    return spelled + stage.run()
+
+
+def _is_telling(call: Call) -> bool:
+    """Whether something is written in place that is not read as it is by everybody."""
+    is_write = call.is_inplace or call.name == "setitem" or "out" in call.arguments
+    return is_write and call.name not in _READ_IN_PLACE
+
+
+def _is_computed(buffer: fx.Node, count: int) -> bool:
+    """Whether a tensor of which so many pieces are overwritten is computed, and filled by no loop."""
+    call = read(buffer)
+    return call is not None and call.name not in NEW and count < LEAST_STEPS and is_floating(buffer)
+
+
+def _is_read_whole(buffer: fx.Node, count: int) -> bool:
+    """Whether such a tensor is read afterwards, and not a piece of it alone."""
+    return _is_computed(buffer, count) and not is_overwritten(max(buffer.users))
+
+
+class _Stage:
+    """One graph, whose calls are passed one by one."""
+
+    def __init__(self, graph: fx.Graph, effects: Effects, may_edit: MayEdit, *, is_scored: bool) -> None:
+        self.graph = graph
+        self.effects = effects
+        self.may_edit = may_edit
+        self.is_scored = is_scored
+        self.memories = Memories(effects)
+        self.bare = self._named_bare()
+        self.mode = next(
+            (tensor.fake_mode for node in graph.nodes if (tensor := tensor_of(node)) is not None),  # type: ignore[attr-defined]
+            None,
+        )
+
+    def run(self) -> int:
+        """Replace what can be; how many writes were."""
+        targets: dict[fx.Node, list[fx.Node]] = {}
+        for writer, target in self.effects.writes_made:
+            targets.setdefault(writer, []).append(target)
+        replaced = []
+        for node in list(self.graph.nodes):
+            with self.graph.inserting_before(node):
+                self.memories.enter(node, self._emitter(node))
+                if len(targets.get(node, ())) == 1 and self._replaced(node, targets[node][0]):
+                    replaced.append(node)
+                else:
+                    self.memories.keep(node, self._emitter(node))
+        for node in reversed(replaced):
+            self.graph.erase_node(node)
+        return len(replaced)
+
+    def _emitter(self, node: fx.Node) -> Emitter:
+        return Emitter(self.graph, self.mode, self.effects.ambient(node), node)
+
+    def _replaced(self, node: fx.Node, target: fx.Node) -> bool:
+        """Let a value take the place of what a call writes into ``target``, a name of the graph as it was."""
+        view, ambient = self.memories.view(target), self.effects.ambient(node)
+        if view is None or ambient.is_transformed or not self._may_differ(node, view):
+            return False
+        place = self.effects.position[node]
+        cut = None if self.memories.home(view, place) is not None else view.cut()
+        whole = view if cut is None else cut[0]
+        if self.memories.home(whole, place) is None:
+            return False
+        self.memories.now(whole.made, self._emitter(node))  # a view of the last value stays, whatever becomes of this
+        before = node.prev
+        if cut is None:
+            value = self._piece(node, view) or self._out_of_place(node, view) or self._stored(node, view)
+        else:
+            piece = self._out_of_place(node, view, is_piece=True) if self._is_cut_rarely(whole) else None
+            value = None if piece is None else self._put(node, *cut, piece)
+        if value is None or not self.may_edit(node):
+            self._erase_behind(before, node)
+            return False
+        self._note_as_made(view)
+        value.meta = {**node.meta, **value.meta}
+        self.memories.replace(whole, value)
+        return True
+
+    def _erase_behind(self, before: fx.Node, node: fx.Node) -> None:
+        """Take back what was tried in vain."""
+        while node.prev is not before:
+            self.graph.erase_node(node.prev)
+
+    def _may_differ(self, node: fx.Node, view: View) -> bool:
+        """Whether a tensor may be another one from here on: it has its gradient by what is written."""
+        old = tensor_of(view.made)
+        if old is None or old.is_complex() or view.memory.stays:
+            return False
+        return not old.requires_grad or grad_enabled(self.effects.ambient(node))
+
+    def _note_as_made(self, view: View) -> None:
+        """What Dynamo notes for memory has a gradient once something with one is written to it; it has none before."""
+        for name in [] if view.memory.version else self.bare.get(_root(view), ()):
+            name.meta["example_value"] = known_tensor(name).detach()
+
+    def _named_bare(self) -> dict[View, list[fx.Node]]:
+        """By the root of memory that was made without a gradient: its names until it is written to, if they have one."""
+        targets = dict.fromkeys(target for _, target in self.effects.writes_made)
+        roots = {_root(view) for each in targets if (view := self.memories.view(each)) is not None}
+        found = {}
+        for root in roots:
+            tensor = tensor_of(root.made)
+            if tensor is not None and tensor.requires_grad and not is_made_attached(root.made, self.effects):
+                names = [name for view in root.memory.views for name in view.names if tensor_of(name) is not None]
+                ahead = [name for name in names if self.effects.overwritten_after(root.made, root.made, name) is None]
+                found[root] = [name for name in ahead if not self.effects.writes(name, root.made)]
+        return found
+
+    # ---- the whole tensor ---------------------------------------------------------------------------------------------
+
+    def _out_of_place(self, node: fx.Node, view: View, *, is_piece: bool = False) -> fx.Node | None:
+        """A value that is what a call leaves in a tensor, and lies in memory as that does; None where it has no form.
+
+        Where what is left is put into another tensor as a ``is_piece``, it may lie anyhow.
+        """
+        old = known_tensor(view.made)
+        emit, target = self._emitter(node), self.memories.now(view.made, self._emitter(node))
+        is_graded = not (view.memory.version == 0 and _root(view) in self.bare) and known_tensor(target).requires_grad
+        for name, arguments, named in () if is_graded and _forgets(node) else _forms(node, target, old, emit):
+            before = node.prev
+            value = _cast(emit.call(name, *arguments, **named), old, emit)
+            if value is not None and (is_piece or self._lies_alike(value, old, node, view)):
+                return value
+            self._erase_behind(before, node)
+        return None
+
+    def _lies_alike(self, value: fx.Node, old: torch.Tensor, node: fx.Node, view: View) -> bool:
+        new = known_tensor(value)
+        if (new.dtype, new.device, shape_of(new)) != (old.dtype, old.device, shape_of(old)):
+            return False
+        if _strides(new) == _strides(old):
+            return True
+        if order_in_memory(old) is not None or view.memory.version or any(map(layout.is_returned, view.names)):
+            return False
+        return not any(read(user) is None or read(user).name == "view" for user in self._readers(view, node))  # type: ignore[union-attr]
+
+    def _readers(self, view: View, node: fx.Node) -> Iterator[fx.Node]:
+        return self.memories.readers(view, self.effects.position[node])
+
+    # ---- a piece of it -------------------------------------------------------------------------------------------------
+
+    def _piece(self, node: fx.Node, view: View) -> fx.Node | None:
+        """What a store into a piece of scores leaves of all of them, as arithmetic; None where it has no such form."""
+        target = node.args[0] if node.target is operator.setitem else None
+        if not self.is_scored or not isinstance(target, fx.Node) or not self._is_cut_rarely(view):
+            return None
+        value, old = piece_value(self._emitter(node), node, target, self.effects), known_tensor(target)
+        is_alike = value is not None and kind_of(value) == kind_of(target)
+        return value if is_alike and _strides(known_tensor(value)) == _strides(old) else None
+
+    def _stored(self, node: fx.Node, view: View) -> fx.Node | None:
+        """What a tensor is with another one stored into a slice of it."""
+        old = known_tensor(view.made)
+        if (
+            node.target is not operator.setitem
+            or not isinstance(node.args[2], fx.Node)
+            or not self._is_cut_rarely(view)
+        ):
+            return None
+        elements = elements_of(node.args[1], old)
+        cuts = [(dim, each) for dim, each in enumerate(elements or ()) if each != slice(None)]
+        if elements is None or None in elements or len(cuts) != 1:
+            return None
+        (dim, cut), size = cuts[0], shape_of(old)[cuts[0][0]]
+        if isinstance(cut, int) and isinstance(size, int) and not isinstance(cut, bool):
+            return self._put(node, view, dim, slice(cut % size, cut % size + 1), True, node.args[2])
+        ends = (cut.start, cut.stop, cut.step) if isinstance(cut, slice) else (size,)
+        if not isinstance(size, int) or not all(each is None or isinstance(each, int) for each in ends):
+            return None
+        start, stop, step = cut.indices(size)
+        return self._put(node, view, dim, slice(start, stop), False, node.args[2]) if step == 1 else None
+
+    def _put(self, node: fx.Node, view: View, dim: int, cut: slice, drops: bool, value: fx.Node) -> fx.Node | None:
+        """A tensor with a value in the place of a slice along one dimension, which it ``drops`` or has."""
+        old, new, emit = known_tensor(view.made), tensor_of(value), self._emitter(node)
+        size, shape = shape_of(old)[dim], [*shape_of(old)]
+        shape[dim : dim + 1] = [] if drops else [cut.stop - cut.start]
+        if new is None or new.device != old.device or [*shape_of(new)] != shape or cut.start >= cut.stop:
+            return None
+        target, parts = self.memories.now(view.made, emit), []
+        for side in (slice(0, cut.start), cut, slice(cut.stop, size)):
+            if side is cut:
+                parts.append(_cast(emit.call("unsqueeze", value, dim) if drops else value, old, emit))
+            elif side.start < side.stop:
+                parts.append(emit.call(operator.getitem, target, (*[slice(None)] * dim, side)))
+        joined = emit.call(torch.cat, parts, dim)
+        return joined if self._lies_alike(joined, old, node, view) else None
+
+    def _is_cut_rarely(self, view: View) -> bool:
+        """Whether it is computed, and has fewer pieces written than a loop has steps."""
+        return _is_computed(view.made, len(self.effects.writes_to(view.made)))
+
+
+def _root(view: View) -> View:
+    return [*view.above()][-1]
+
+
+def _cast(value: fx.Node, old: torch.Tensor, emit: Emitter) -> fx.Node | None:
+    """A value in the dtype of the tensor that it takes the place of."""
+    new = tensor_of(value)
+    if new is None:
+        return None
+    return value if new.dtype == old.dtype else emit.call("to", value, old.dtype)
+
+
+def _forms(node: fx.Node, target: fx.Node, old: torch.Tensor, emit: Emitter) -> Iterator[_Form]:
+    """Calls that give what a call leaves in a tensor which is ``target`` until then."""
+    call = read(node)
+    if call is None:
+        return
+    if node.target is operator.setitem:
+        yield from _stores(call, target, old, emit)
+    elif "out" in node.kwargs:
+        yield node.target, node.args, {name: each for name, each in node.kwargs.items() if name != "out"}
+    elif call.name == "copy" and len(node.args) == 2:
+        yield from _copies(node.args[1], target, old, emit)
+    elif call.name in ("fill", "zero"):
+        yield from _filled(target, (*node.args[1:], 0)[0], old)
+    elif call.name in _ELEMENTWISE and old.dim() and call.is_inplace:
+        out_of_place = _twin(node)
+        if out_of_place is not None:
+            yield out_of_place
+        yield from _filling(call, target, old)
+
+
+def _forgets(node: fx.Node) -> bool:
+    """Whether a call leaves nothing of what was there: what had a gradient gets one of zeros, rather than none."""
+    call = read(node)
+    index = node.args[1] if node.target is operator.setitem else None
+    chosen = index if isinstance(index, tuple) else (index,)
+    is_store = index is not None and not any(isinstance(each, fx.Node) for each in chosen)
+    return is_store or "out" in node.kwargs or (call is not None and call.name in ("copy", "fill", "zero"))
+
+
+def _filling(call: Call, target: fx.Node, old: torch.Tensor) -> Iterator[_Form]:
+    """What is filled keeps its strides in a second form."""
+    mask, value = call.get("mask"), call.get("value")
+    if call.name == "masked_fill" and not isinstance(value, fx.Node) and _holds(old.dtype, value):
+        yield torch.where, (mask, value, target), {}
+
+
+def _twin(node: fx.Node) -> _Form | None:
+    """The call that computes the same and writes nothing."""
+    args, kwargs, name = node.args, dict(node.kwargs), str(getattr(node.target, "__name__", node.target))
+    if node.op == "call_method":
+        stem = name.removesuffix("_")
+        return (stem, args, kwargs) if name.endswith("_") and hasattr(torch.Tensor, stem) else None
+    if node.target in _OPERATORS:
+        return _OPERATORS[node.target], args, kwargs
+    position = _inplace_position(node.target)
+    if position is not None:
+        kwargs.pop("inplace", None)
+        return (
+            node.target,
+            (*args[:position], *[False for _ in args[position : position + 1]], *args[position + 1 :]),
+            kwargs,
+        )
+    twin = getattr(torch, name.removesuffix("_"), None)
+    return (twin, args, kwargs) if name.endswith("_") and getattr(torch, name, None) is node.target and twin else None
+
+
+@cache
+def _inplace_position(target: Any) -> int | None:
+    try:
+        parameters = list(inspect.signature(target).parameters)
+    except (TypeError, ValueError):
+        return None
+    return parameters.index("inplace") if "inplace" in parameters else None
+
+
+def _stores(call: Call, target: fx.Node, old: torch.Tensor, emit: Emitter) -> Iterator[_Form]:
+    """A number, or another tensor, put into elements that a mask chooses, or into all of them."""
+    index, value = call.node.args[1:]
+    elements = index if isinstance(index, tuple) else (index,)
+    if all(each is Ellipsis or each == slice(None) for each in elements if not isinstance(each, fx.Node)):
+        masks = [place for place, each in enumerate(elements) if isinstance(each, fx.Node)]
+        if not masks and isinstance(value, fx.Node):
+            yield from _copies(value, target, old, emit)
+        elif not masks:
+            yield from _filled(target, value, old)
+        elif len(masks) == 1 and _holds(old.dtype, value):
+            mask = _aligned(elements, masks[0], old, emit)
+            if mask is not None:
+                yield "masked_fill", (target, mask, value), {}
+                yield torch.where, (mask, value, target), {}
+
+
+def _aligned(elements: tuple[Any, ...], place: int, old: torch.Tensor, emit: Emitter) -> fx.Node | None:
+    """A mask over some neighbouring dimensions of a tensor, as one that broadcasts against all of it."""
+    mask: fx.Node = elements[place]
+    chosen, shape = tensor_of(mask), shape_of(old)
+    if chosen is None or chosen.dtype != torch.bool or not chosen.dim():
+        return None
+    before, behind = elements[:place], elements[place + 1 :]
+    first = len(before) if Ellipsis not in before else len(shape) - len(behind) - chosen.dim()
+    last = first + chosen.dim()
+    if (Ellipsis in before and Ellipsis in behind) or first < 0 or shape_of(chosen) != shape[first:last]:
+        return None
+    for _ in shape[last:]:
+        mask = emit.call("unsqueeze", mask, -1)
+    return mask
+
+
+def _copies(value: Any, target: fx.Node, old: torch.Tensor, emit: Emitter) -> Iterator[_Form]:
+    """A tensor in memory of its own, in the shape and dtype of another one."""
+    given = tensor_of(value)
+    if given is None or given.device != old.device or given.is_complex():
+        return
+    if given.dtype != old.dtype:
+        value = emit.call("to", value, old.dtype)
+    if shape_of(given) != shape_of(old):
+        value = emit.call("expand_as", value, target)
+    yield "clone", (value,), {}
+    yield "clone", (value,), {"memory_format": torch.contiguous_format}
+
+
+def _filled(target: fx.Node, value: Any, old: torch.Tensor) -> Iterator[_Form]:
+    """One number everywhere."""
+    if _holds(old.dtype, value):
+        yield torch.full_like, (target, value), {}
+
+
+def _strides(tensor: torch.Tensor) -> list[Size]:
+    strides = map(as_size, tensor.stride())
+    return [stride if isinstance(stride, int) else sympy.expand(stride) for stride in strides]
+
+
+def _holds(kind: torch.dtype, value: object) -> bool:
+    """Whether a number is one of a dtype, so that filling with it is assigning it."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return isinstance(value, bool)
+    if kind.is_floating_point:
+        return not math.isfinite(value) or abs(value) <= torch.finfo(kind).max
+    return isinstance(value, int) and abs(value) <= (1 if kind == torch.bool else torch.iinfo(kind).max)
