@@ -131,7 +131,7 @@ class Reader:
         """The division by the sum of the exponentials that comes after the values: read again from there."""
         for candidate in _quotients(self.region.effects, product):
             given = self.region
-            self.region = Region(given.effects, expand_masks=given.expand_masks, expand_inplace=given.expand_inplace)
+            self.region = Region(given.effects, expand_masks=given.expand_masks)
             dims = fresh(shape_of(known_tensor(candidate)))
             self.region.express(candidate, dims)
             outer = next(

@@ -84,8 +84,8 @@ def _read(effects: Effects, call: Call, masks: Meanings) -> Match | NearMiss | N
     if call.name == "scaled_dot_product_attention":
         return match_sdpa_call(effects, call, masks)
     refused: NearMiss | None = None
-    for expand_masks, expand_inplace in ((False, True), (True, True), (False, False)):
-        region = Region(effects, expand_masks=expand_masks, expand_inplace=expand_inplace)
+    for expand_masks in (False, True):
+        region = Region(effects, expand_masks=expand_masks)
         try:
             found = Reader(region, call, masks).match()
         except RefusedError as refusal:

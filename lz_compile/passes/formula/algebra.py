@@ -98,7 +98,7 @@ class Region:
     """Expressions over one graph, its leaves by symbol, and every node that was read through with its axes.
 
     ``readers`` holds the first node that reads each value. ``expand_masks`` reads values that hold no contraction, too,
-    which are leaves otherwise; without ``expand_inplace``, what was computed in place is a leaf. ``multiplies_masks`` is
+    which are leaves otherwise. ``multiplies_masks`` is
     set where a mask is applied as a factor, so that an infinite value behind it would be NaN. ``selecting`` has the masks by
     which products are selected, so that what is dropped does not matter even where it is NaN, ``narrowed`` holds the leaves
     of what was cast to a dtype of smaller range. ``stops`` are leaves whatever they are, ``functions`` read further calls.
@@ -109,7 +109,6 @@ class Region:
     interior: dict[fx.Node, Dims] = field(default_factory=dict)
     readers: dict[fx.Node, fx.Node] = field(default_factory=dict)
     expand_masks: bool = False
-    expand_inplace: bool = True
     multiplies_masks: bool = False
     selecting: set[sympy.Symbol] = field(default_factory=set)
     narrowed: set[sympy.Symbol] = field(default_factory=set)
@@ -146,8 +145,8 @@ class Region:
         if constant is not None:
             self.interior.setdefault(node, dims)
             return number(constant)
-        if call.is_inplace and (not self.expand_inplace or self.effects.calls[self.effects.owner(node)] is None):
-            return self.leaf(node, dims)  # for the second: it writes into an input of the graph
+        if call.is_inplace and self.effects.calls[self.effects.owner(node)] is None:
+            return self.leaf(node, dims)  # it writes into an input of the graph
         if not self.reaches(node, ANCHORS) and (self.effects.stops_gradient(node, reader) or not self._is_read(node)):
             return self.leaf(node, dims)
         key = node, resolve(dims)

@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.moves import order_in_memory
 from lz_compile.passes.graph.effects import RESHAPERS, Effects
 from lz_compile.passes.graph.view import called, known_tensor, memories_of, read, tensor_of, value_of
@@ -129,7 +130,8 @@ class Memories:
             view.memory.stays = True
         for number in own:
             memory = self._memories.setdefault(number, Memory(number))
-            made_of = list(dict.fromkeys(self._views[each] for each in operands if self._views[each].memory is memory))
+            shown = [each for each in written if each in self._views and tensor_of(node) is not None] or operands
+            made_of = list(dict.fromkeys(self._views[each] for each in shown if self._views[each].memory is memory))
             memory.stays |= node.op in ("placeholder", "get_attr") or len(made_of) > 1
             if len(own) > 1:  # several tensors: each is told apart where it is taken out
                 memory.stays |= bool(memory.views)
@@ -137,7 +139,7 @@ class Memories:
             if not made_of:
                 memory.stays |= bool(memory.views)
                 view = View(memory, node, (node.args, node.kwargs))
-            elif node in self._targets and any(self._views.get(each) is made_of[0] for each in written):
+            elif shown is not operands:  # what is written to is given back
                 view = made_of[0]
             else:
                 view = View(memory, node, (node.args, node.kwargs), made_of[0])
@@ -172,7 +174,7 @@ class Memories:
         while whole.is_whole and whole.parent is not None:
             whole = whole.parent
         for each in view.memory.views:
-            if self._is_read(each, place) and all(above is not whole for above in each.above()):
+            if self._is_read(each, place) and whole not in each.above() and not _are_apart(each, whole):
                 return None
         return whole
 
@@ -212,17 +214,22 @@ class Memories:
                 own.now, own.version = node, own.memory.version
 
     def replace(self, view: View, value: fx.Node) -> None:
-        """A value takes the place of what a view showed; all other views are views of it."""
+        """A value takes the place of what a view showed; other views are views of it, or of what lies beside."""
         memory = view.memory
+        for each in [each for each in memory.views if _are_apart(each, view)]:
+            each.version += each.version == memory.version
+            self._kept.update({name: memory.version + 1 for name in each.names if self._keeps(name)})
         memory.version += 1
         memory.anchor, view.now, view.version = view, value, memory.version
 
     def now(self, node: fx.Node, emit: Emitter) -> fx.Node:
         """What a name of the graph as it was shows by now."""
         view = self._views.get(node)
-        if view is None or view.memory.version == self._kept.get(node, 0):
-            return node
-        return self._shown(view, emit)
+        return node if view is None or self._keeps(node) else self._shown(view, emit)
+
+    def _keeps(self, node: fx.Node) -> bool:
+        """Whether a node still shows what its view is."""
+        return self._kept.get(node, 0) == self._views[node].memory.version
 
     def _shown(self, view: View, emit: Emitter) -> fx.Node:
         memory = view.memory
@@ -237,6 +244,18 @@ class Memories:
         assert view.parent is not None, "what has no parent is above the anchor"
         args, kwargs = fx.map_arg(view.arguments, lambda each: self.now(each, emit))
         return emit.call(view.made.target, *args, **kwargs)
+
+
+def _are_apart(one: View, other: View) -> bool:
+    """Whether two views are of different slices of one tensor, along one dimension, and nobody sees that they are of one."""
+    if all(any(map(layout.is_returned, view.names)) for view in (one, other)):
+        return False
+    cuts = [[cut for each in view.above() if (cut := each.cut()) is not None] for view in (one, other)]
+    return any(
+        (whole, dim) == (of, along) and (first.stop <= second.start or second.stop <= first.start)
+        for whole, dim, first, _ in cuts[0]
+        for of, along, second, _ in cuts[1]
+    )
 
 
 def _is_odd(node: fx.Node) -> bool:

@@ -44,8 +44,9 @@ _ELEMENTWISE = _ACTIVATIONS | frozenset(
     "clamp clamp_min clamp_max floor ceil round trunc nan_to_num masked_fill addcmul addcdiv lerp and or xor not "
     "tril triu scatter".split()
 )
-#: What everybody reads as it is: with nothing else written, and nothing to be read besides, a graph is left alone.
+#: With nothing else written, and nothing to be read besides, graphs of convolutions are left alone: a proof runs them all.
 _READ_IN_PLACE = _ACTIVATIONS | {"add", "dropout", "batch_norm"}
+_CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 #: Calls that a softmax is made of: what graphs with none overwrite piece by piece is no score.
 _EXPONENTIAL = frozenset({"softmax", "log_softmax", "exp", "exp2"})
 #: Calls that begin, or end, what is recognised besides: norms, rotations, draws.
@@ -65,8 +66,12 @@ def with_values(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     Graphs that nobody would read otherwise are left as they are.
     """
     calls = [call for node in graph.nodes if (call := read(node)) is not None]
-    is_scored = any(call.name in _EXPONENTIAL for call in calls)
-    if not is_scored and not any(call.name in ORDERING | _READ or _is_telling(call) for call in calls):
+    names = {call.name for call in calls}
+    written = {call.name for call in calls if call.is_inplace or call.name == "setitem" or "out" in call.arguments}
+    is_scored = not names.isdisjoint(_EXPONENTIAL)
+    if not written or (
+        names & _CONVOLUTIONS and written <= _READ_IN_PLACE and names.isdisjoint(_READ | _EXPONENTIAL | ORDERING)
+    ):
         return 0
     spelled = store_pieces(graph, may_edit, _is_read_whole) if is_scored else 0
     effects = Effects(graph)
@@ -74,12 +79,6 @@ def with_values(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
         return spelled
     stage = _Stage(graph, effects, may_edit, is_scored=is_scored)
     return spelled + stage.run()
-
-
-def _is_telling(call: Call) -> bool:
-    """Whether something is written in place that is not read as it is by everybody."""
-    is_write = call.is_inplace or call.name == "setitem" or "out" in call.arguments
-    return is_write and call.name not in _READ_IN_PLACE
 
 
 def _is_computed(buffer: fx.Node, count: int) -> bool:

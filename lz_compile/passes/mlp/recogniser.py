@@ -24,7 +24,7 @@ from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.mlp.emitter import MlpEmitter
 from lz_compile.passes.mlp.gated_form import Form, read_form
-from lz_compile.passes.rewriting.core import Core, find_core, is_dead, overwritten_edge
+from lz_compile.passes.rewriting.core import Core, find_core, is_dead
 from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 from lz_compile.passes.rewriting.twins import Twins
 
@@ -146,10 +146,8 @@ def _core(region: Region, rows: list[fx.Node], anchor: fx.Node) -> Core:
     core = replace(cores[0], nodes=(*nodes, anchor))
     if any(effects.ambient(node) != core.ambient for node in core.nodes):
         raise RefusedError("MODE_CHANGES_INSIDE", "autocast or gradient mode changes inside", "change it outside")
-    shared = overwritten_edge(effects, core)
-    whole = replace(core, nodes=(*sorted(shared, key=effects.position.__getitem__), *core.nodes))
-    edge = {leaf.node for leaf in region.leaves.values()} - shared
-    whole.check(
+    edge = {leaf.node for leaf in region.leaves.values()}
+    core.check(
         effects,
         {node: region.readers.get(node, anchor) for node in edge},
         if_used="use the activation for its product only",

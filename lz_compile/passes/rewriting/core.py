@@ -166,25 +166,3 @@ def _overwritten(effects: Effects, read: fx.Node, reader: fx.Node) -> RefusedErr
     return RefusedError(
         "OPERAND_MUTATED", text, "overwrite it after the last use of this result, or compute a new tensor"
     )
-
-
-def overwritten_edge(effects: Effects, core: Core) -> set[fx.Node]:
-    """What a core overwrites in place without having made it, and all that shares memory with it: nobody else may read it.
-
-    Raises:
-        RefusedError: others write into the same memory.
-    """
-    inside = set(core.nodes)
-    written = {effects.owner(node) for node in core.nodes if _is_inplace(effects, node)} - inside
-    if not written:
-        return set()
-    found = {node for node in effects.calls if effects.owner(node) in written} - inside
-    writer = next((node for node in found if _is_inplace(effects, node) or node.op == "placeholder"), None)
-    if writer is not None:
-        raise RefusedError("OPERAND_MUTATED", f"{told(writer)} is overwritten", "use its out-of-place form")
-    return found
-
-
-def _is_inplace(effects: Effects, node: fx.Node) -> bool:
-    call = effects.calls.get(node)
-    return call is not None and call.is_inplace

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import sympy
@@ -20,7 +20,7 @@ from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import known_tensor, tensor_of
-from lz_compile.passes.rewriting.core import Core, find_core, is_dead, overwritten_edge
+from lz_compile.passes.rewriting.core import Core, find_core, is_dead
 from lz_compile.passes.routing.cosine_mask import Activation, Cosine, cosine_of
 from lz_compile.passes.routing.emitter import Operand, RoutingEmitter
 from lz_compile.passes.routing.products import DETACHED, FUNCTIONS, Products, Summands, Term
@@ -231,11 +231,9 @@ class Reader:
         nodes = sorted({*nodes, *dead}, key=place.__getitem__)
         ungraded = dead if cosine is None else dead | set(cosine.interior)
         core = Core((*nodes, output), self.effects.ambient(output), frozenset(ungraded))
-        shared = overwritten_edge(self.effects, core)
-        whole = replace(core, nodes=(*sorted(shared, key=place.__getitem__), *core.nodes))
-        whole.check(
+        core.check(
             self.effects,
-            {node: reader for node, reader in edges.items() if node not in shared},
+            edges,
             if_used="use the sum only, and compute what else is needed of it apart",
         )
         return core
