@@ -8,12 +8,8 @@ arithmetic on it where that is scores (:mod:`piece_values`), else as a ``cat``.
 
 from __future__ import annotations
 
-import inspect
-import math
 import operator
-from collections.abc import Iterator, Mapping
-from functools import cache
-from typing import Any, TypeAlias
+from collections.abc import Iterator
 
 import sympy
 import torch
@@ -26,9 +22,10 @@ from lz_compile.passes.formula.moves import order_in_memory
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.gradients import is_made_attached
 from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.view import Call, is_floating, known_tensor, read, tensor_of
+from lz_compile.passes.graph.view import is_floating, known_tensor, read, tensor_of
 from lz_compile.passes.graph.writes import NEW
 from lz_compile.passes.inlining.memory import Memories, View
+from lz_compile.passes.inlining.out_of_place import ACTIVATIONS, forgets, forms
 from lz_compile.passes.loops.roll.piece_values import piece_value
 from lz_compile.passes.loops.roll.piece_writes import is_overwritten, store_pieces
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
@@ -37,27 +34,13 @@ from lz_compile.passes.loops.roll.step_graph import Emitter
 from lz_compile.passes.loops.roll.steps import kind_of
 from lz_compile.passes.sampling.ordering import ORDERING
 
-#: Of which every element is a function of that element, and of other tensors: activations, and sums.
-_ACTIVATIONS = frozenset("relu relu6 hardtanh hardswish hardsigmoid leaky_relu elu celu selu silu mish gelu".split())
-_ELEMENTWISE = _ACTIVATIONS | frozenset(
-    "add sub mul div pow exp exp2 expm1 log log2 log1p neg abs sign square sqrt rsqrt reciprocal sigmoid tanh sin cos erf "
-    "clamp clamp_min clamp_max floor ceil round trunc nan_to_num masked_fill addcmul addcdiv lerp and or xor not "
-    "tril triu scatter".split()
-)
 #: With nothing else written, and nothing to be read besides, graphs of convolutions are left alone: a proof runs them all.
-_READ_IN_PLACE = _ACTIVATIONS | {"add", "dropout", "batch_norm"}
+_READ_IN_PLACE = ACTIVATIONS | {"add", "dropout", "batch_norm"}
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 #: Calls that a softmax is made of: what graphs with none overwrite piece by piece is no score.
 _EXPONENTIAL = frozenset({"softmax", "log_softmax", "exp", "exp2"})
 #: Calls that begin, or end, what is recognised besides: norms, rotations, draws.
 _READ = frozenset("rsqrt sqrt var var_mean std norm linalg_vector_norm neg view_as_complex cosine_similarity".split())
-
-_OPERATORS: Mapping[Any, Any] = {
-    getattr(operator, f"i{name}"): getattr(operator, name.strip("_"), None) or getattr(operator, f"{name}_")
-    for name in "add sub mul truediv pow and or xor".split()
-}
-
-_Form: TypeAlias = "tuple[Any, tuple[Any, ...], Mapping[str, Any]]"
 
 
 def with_values(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
@@ -192,7 +175,7 @@ class _Stage:
         old = known_tensor(view.made)
         emit, target = self._emitter(node), self.memories.now(view.made, self._emitter(node))
         is_graded = not (view.memory.version == 0 and _root(view) in self.bare) and known_tensor(target).requires_grad
-        for name, arguments, named in () if is_graded and _forgets(node) else _forms(node, target, old, emit):
+        for name, arguments, named in () if is_graded and forgets(node) else forms(node, target, old, emit):
             before = node.prev
             value = _cast(emit.call(name, *arguments, **named), old, emit)
             if value is not None and (is_piece or self._lies_alike(value, old, node, view)):
@@ -279,132 +262,6 @@ def _cast(value: fx.Node, old: torch.Tensor, emit: Emitter) -> fx.Node | None:
     return value if new.dtype == old.dtype else emit.call("to", value, old.dtype)
 
 
-def _forms(node: fx.Node, target: fx.Node, old: torch.Tensor, emit: Emitter) -> Iterator[_Form]:
-    """Calls that give what a call leaves in a tensor which is ``target`` until then."""
-    call = read(node)
-    if call is None:
-        return
-    if node.target is operator.setitem:
-        yield from _stores(call, target, old, emit)
-    elif "out" in node.kwargs:
-        yield node.target, node.args, {name: each for name, each in node.kwargs.items() if name != "out"}
-    elif call.name == "copy" and len(node.args) == 2:
-        yield from _copies(node.args[1], target, old, emit)
-    elif call.name in ("fill", "zero"):
-        yield from _filled(target, (*node.args[1:], 0)[0], old)
-    elif call.name in _ELEMENTWISE and old.dim() and call.is_inplace:
-        out_of_place = _twin(node)
-        if out_of_place is not None:
-            yield out_of_place
-        yield from _filling(call, target, old)
-
-
-def _forgets(node: fx.Node) -> bool:
-    """Whether a call leaves nothing of what was there: what had a gradient gets one of zeros, rather than none."""
-    call = read(node)
-    index = node.args[1] if node.target is operator.setitem else None
-    chosen = index if isinstance(index, tuple) else (index,)
-    is_store = index is not None and not any(isinstance(each, fx.Node) for each in chosen)
-    return is_store or "out" in node.kwargs or (call is not None and call.name in ("copy", "fill", "zero"))
-
-
-def _filling(call: Call, target: fx.Node, old: torch.Tensor) -> Iterator[_Form]:
-    """What is filled keeps its strides in a second form."""
-    mask, value = call.get("mask"), call.get("value")
-    if call.name == "masked_fill" and not isinstance(value, fx.Node) and _holds(old.dtype, value):
-        yield torch.where, (mask, value, target), {}
-
-
-def _twin(node: fx.Node) -> _Form | None:
-    """The call that computes the same and writes nothing."""
-    args, kwargs, name = node.args, dict(node.kwargs), str(getattr(node.target, "__name__", node.target))
-    if node.op == "call_method":
-        stem = name.removesuffix("_")
-        return (stem, args, kwargs) if name.endswith("_") and hasattr(torch.Tensor, stem) else None
-    if node.target in _OPERATORS:
-        return _OPERATORS[node.target], args, kwargs
-    position = _inplace_position(node.target)
-    if position is not None:
-        kwargs.pop("inplace", None)
-        return (
-            node.target,
-            (*args[:position], *[False for _ in args[position : position + 1]], *args[position + 1 :]),
-            kwargs,
-        )
-    twin = getattr(torch, name.removesuffix("_"), None)
-    return (twin, args, kwargs) if name.endswith("_") and getattr(torch, name, None) is node.target and twin else None
-
-
-@cache
-def _inplace_position(target: Any) -> int | None:
-    try:
-        parameters = list(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
-        return None
-    return parameters.index("inplace") if "inplace" in parameters else None
-
-
-def _stores(call: Call, target: fx.Node, old: torch.Tensor, emit: Emitter) -> Iterator[_Form]:
-    """A number, or another tensor, put into elements that a mask chooses, or into all of them."""
-    index, value = call.node.args[1:]
-    elements = index if isinstance(index, tuple) else (index,)
-    if all(each is Ellipsis or each == slice(None) for each in elements if not isinstance(each, fx.Node)):
-        masks = [place for place, each in enumerate(elements) if isinstance(each, fx.Node)]
-        if not masks and isinstance(value, fx.Node):
-            yield from _copies(value, target, old, emit)
-        elif not masks:
-            yield from _filled(target, value, old)
-        elif len(masks) == 1 and _holds(old.dtype, value):
-            mask = _aligned(elements, masks[0], old, emit)
-            if mask is not None:
-                yield "masked_fill", (target, mask, value), {}
-                yield torch.where, (mask, value, target), {}
-
-
-def _aligned(elements: tuple[Any, ...], place: int, old: torch.Tensor, emit: Emitter) -> fx.Node | None:
-    """A mask over some neighbouring dimensions of a tensor, as one that broadcasts against all of it."""
-    mask: fx.Node = elements[place]
-    chosen, shape = tensor_of(mask), shape_of(old)
-    if chosen is None or chosen.dtype != torch.bool or not chosen.dim():
-        return None
-    before, behind = elements[:place], elements[place + 1 :]
-    first = len(before) if Ellipsis not in before else len(shape) - len(behind) - chosen.dim()
-    last = first + chosen.dim()
-    if (Ellipsis in before and Ellipsis in behind) or first < 0 or shape_of(chosen) != shape[first:last]:
-        return None
-    for _ in shape[last:]:
-        mask = emit.call("unsqueeze", mask, -1)
-    return mask
-
-
-def _copies(value: Any, target: fx.Node, old: torch.Tensor, emit: Emitter) -> Iterator[_Form]:
-    """A tensor in memory of its own, in the shape and dtype of another one."""
-    given = tensor_of(value)
-    if given is None or given.device != old.device or given.is_complex():
-        return
-    if given.dtype != old.dtype:
-        value = emit.call("to", value, old.dtype)
-    if shape_of(given) != shape_of(old):
-        value = emit.call("expand_as", value, target)
-    yield "clone", (value,), {}
-    yield "clone", (value,), {"memory_format": torch.contiguous_format}
-
-
-def _filled(target: fx.Node, value: Any, old: torch.Tensor) -> Iterator[_Form]:
-    """One number everywhere."""
-    if _holds(old.dtype, value):
-        yield torch.full_like, (target, value), {}
-
-
 def _strides(tensor: torch.Tensor) -> list[Size]:
     strides = map(as_size, tensor.stride())
     return [stride if isinstance(stride, int) else sympy.expand(stride) for stride in strides]
-
-
-def _holds(kind: torch.dtype, value: object) -> bool:
-    """Whether a number is one of a dtype, so that filling with it is assigning it."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return isinstance(value, bool)
-    if kind.is_floating_point:
-        return not math.isfinite(value) or abs(value) <= torch.finfo(kind).max
-    return isinstance(value, int) and abs(value) <= (1 if kind == torch.bool else torch.iinfo(kind).max)
