@@ -340,3 +340,22 @@ def test_random_programs_give_what_eager_gives(seed: int, tmp_path: Any) -> None
     numbers = [[each.untyped_storage()._cdata for each in side] for side in (found, expected)]
     assert len({*zip(*numbers, strict=True)}) == len({*numbers[0]}) == len({*numbers[1]})
     assert not [event for event in backend.report.events if event.code not in ("MACHINE_BUSY", "EDIT_UNPROVEN")]
+
+
+def test_what_lays_out_all_that_follows_is_written_in_place_still() -> None:
+    """A pyramid's top is one pixel, whose strides say in which order the next level lies; operators give it others."""
+    top, level = torch.empty_strided((2, 16, 1, 1), (16, 1, 16, 16)).normal_(), torch.randn(2, 16, 2, 2)
+
+    def pyramid(x: Tensor, y: Tensor) -> Tensor:
+        x = F.relu(F.group_norm(x, 4), inplace=True)
+        down = F.interpolate(x, size=(2, 2), mode="nearest")
+        down += y
+        return down.flatten(2).softmax(-1)
+
+    torch._dynamo.reset()
+    backend = Rewriting()
+    with torch.no_grad():
+        found, expected = torch.compile(pyramid, backend=backend)(top, level), pyramid(top, level)
+    torch.testing.assert_close(found, expected)
+    assert found.stride() == expected.stride()
+    assert not [event for event in backend.report.events if event.code != "MACHINE_BUSY"]

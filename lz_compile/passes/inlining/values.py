@@ -188,7 +188,7 @@ class _Stage:
         if (new.dtype, new.device, shape_of(new)) != (old.dtype, old.device, shape_of(old)):
             return False
         if _strides(new) == _strides(old):
-            return True
+            return not _has_odd_strides(old)
         if order_in_memory(old) is not None or view.memory.version or any(map(layout.is_returned, view.names)):
             return False
         return not any(read(user) is None or read(user).name == "view" for user in self._readers(view, node))  # type: ignore[union-attr]
@@ -260,6 +260,17 @@ def _cast(value: fx.Node, old: torch.Tensor, emit: Emitter) -> fx.Node | None:
     if new is None:
         return None
     return value if new.dtype == old.dtype else emit.call("to", value, old.dtype)
+
+
+def _has_odd_strides(tensor: torch.Tensor) -> bool:
+    """Whether dimensions of one element have strides of their own, by which what follows is laid out.
+
+    Operators (2.13) give a new tensor others there than their fakes say, one that is overwritten keeps its own.
+    """
+    shape, strides = shape_of(tensor), _strides(tensor)
+    if 1 not in shape or not all(isinstance(each, int) for each in (*shape, *strides)):
+        return False
+    return tensor.is_contiguous() and tensor.stride() != torch.empty(tensor.shape, device="meta").stride()
 
 
 def _strides(tensor: torch.Tensor) -> list[Size]:
