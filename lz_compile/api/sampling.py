@@ -13,8 +13,8 @@ import torch
 
 from lz_compile.api.arguments import Arguments
 from lz_compile.api.sampling_arguments import PerRow, SamplingArguments, range_of
+from lz_compile.domains.fusion import DomainScore
 from lz_compile.domains.mask import DomainMask
-from lz_compile.domains.soft import DomainScore
 
 __all__ = ["apply_token_bitmask", "domain_fusion", "sample", "sample_topk", "sample_topp", "sampling_probs"]
 

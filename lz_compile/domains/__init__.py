@@ -4,12 +4,18 @@
 renormalisation is exact; CRANE (ICML 2025) for phases.
 """
 
-from lz_compile.domains.fusion import FusionResult, fuse
-from lz_compile.domains.levels import Domain, GenerationPhase, IntensityLevel, active_domains
+from lz_compile.domains.fusion import DomainScore, FusionResult, fuse, soft_adjustments
+from lz_compile.domains.levels import (
+    Domain,
+    FusionConfig,
+    GenerationPhase,
+    IntensityLevel,
+    active_domains,
+    parse_config_json,
+    serialize_config_json,
+)
 from lz_compile.domains.mask import DomainMask, intersect
 from lz_compile.domains.phases import THINKING, PhaseDetector, PhaseMarkers
-from lz_compile.domains.settings import FusionConfig, parse_config_json, serialize_config_json
-from lz_compile.domains.soft import DomainScore, soft_adjustments
 
 __all__ = [
     "THINKING",

@@ -150,11 +150,15 @@ def doctor(print_report: bool = True, *, retry: bool = False) -> DoctorReport:
         partial(_about_retirements, found.retired),
     )
     for subject in subjects:
-        look.issues += look("what is found", partial(list, subject()), [])
+        look.issues += look("what is found", partial(_listed, subject), [])
     report = replace(found, issues=tuple(look.issues))
     if print_report:
         rich.print(report)
     return report
+
+
+def _listed(about: Callable[[], Iterable[Issue]]) -> list[Issue]:
+    return list(about())
 
 
 class _Looks:

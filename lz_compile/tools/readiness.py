@@ -254,27 +254,27 @@ def _warm_up() -> Iterator[Check]:
 
 
 def _artifacts(path: str | os.PathLike[str] | None) -> Iterator[Check]:
-    """Whether a file of _artifacts is of use on this machine."""
+    """Whether a file of artifacts is of use on this machine."""
     from lz_compile.tools.artifacts import inspect_artifacts
 
     if path is None:
-        yield Check("_artifacts", "pass", "none given: what is compiled, proven and measured stays on this machine")
+        yield Check("artifacts", "pass", "none given: what is compiled, proven and measured stays on this machine")
         return
     again = "Save them again with these versions on such a machine: lz.save_artifacts(path)."
     try:
         found = inspect_artifacts(path)
     except ArtifactError as error:
-        yield Check("_artifacts", "fail", str(error), again)
+        yield Check("artifacts", "fail", str(error), again)
         return
     count = sum(part.count for part in found.parts)
     reasons = dict.fromkeys(reason for part in found.parts for reason in part.left_out)
     text = f"{found.path}: {count - found.left_out} of {count} parts are of use here"
     if not count or found.left_out == count:
-        yield Check("_artifacts", "fail", f"{text}{': ' if reasons else ''}{'; '.join(reasons)}", again)
+        yield Check("artifacts", "fail", f"{text}{': ' if reasons else ''}{'; '.join(reasons)}", again)
     elif found.left_out:
-        yield Check("_artifacts", "warn", f"{text}; others: {'; '.join(reasons)}", again)
+        yield Check("artifacts", "warn", f"{text}; others: {'; '.join(reasons)}", again)
     else:
-        yield Check("_artifacts", "pass", text)
+        yield Check("artifacts", "pass", text)
 
 
 def _libraries() -> Iterator[Check]:
@@ -285,7 +285,7 @@ def _libraries() -> Iterator[Check]:
     ]
     text = "; ".join(broken) or ", ".join(dict.fromkeys(f"{each.package} {each.version}" for each in found))
     advice = "Run 'python -m lz_compile doctor --fix' for the commands that mend it." if broken else ""
-    yield Check("_libraries", "warn" if broken else "pass", text or "no optional library is installed", advice)
+    yield Check("libraries", "warn" if broken else "pass", text or "no optional library is installed", advice)
 
 
 def _choices(policy: Policy, device: torch.device) -> Iterator[Check]:
@@ -300,10 +300,10 @@ def _choices(policy: Policy, device: torch.device) -> Iterator[Check]:
         text = f"priors of other machines decide: {', '.join(by_prior)}"
         commands = [f"python -m lz_compile tune {each.partition(' ')[0]}" for each in by_prior]
         advice = f"Measure here: {'; '.join(commands)}."
-        yield Check("_choices", "warn", text, advice)
+        yield Check("choices", "warn", text, advice)
     else:
         origins = ", ".join(f"{op} {_origin(decision)}" for op, decision in decided.items())
-        yield Check("_choices", "pass", origins)
+        yield Check("choices", "pass", origins)
 
 
 def _origin(decision: Decision) -> str:
@@ -316,9 +316,9 @@ def _capture(policy: Policy, device: torch.device) -> Iterator[Check]:
     breaks = [miss for graph in reports() for miss in graph.near_misses if miss.reason.code == "GRAPH_BREAK"]
     if breaks:
         text = f"graph breaks tear {len(breaks)} operations apart, the first at {breaks[0].where}"
-        yield Check("_capture", "warn", text, breaks[0].edit)
+        yield Check("capture", "warn", text, breaks[0].edit)
     if device.type != "cuda":
-        yield Check("_capture", "pass", f"there are no CUDA graphs on {device.type}")
+        yield Check("capture", "pass", f"there are no CUDA graphs on {device.type}")
         return
     unsafe: Mapping[str, str] = {
         op: chosen.kernel_id
@@ -328,14 +328,14 @@ def _capture(policy: Policy, device: torch.device) -> Iterator[Check]:
     }
     if unsafe:
         text = f"not safe in CUDA graphs: {', '.join(f'{kernel} for {op}' for op, kernel in unsafe.items())}"
-        advice = "mode='reduce-overhead' takes other kernels there; run the warm-up before a _capture of your own."
-        yield Check("_capture", "warn", text, advice)
+        advice = "mode='reduce-overhead' takes other kernels there; run the warm-up before a capture of your own."
+        yield Check("capture", "warn", text, advice)
     else:
-        yield Check("_capture", "pass", "every kernel that is chosen is safe in CUDA graphs")
+        yield Check("capture", "pass", "every kernel that is chosen is safe in CUDA graphs")
 
 
 def _ranks(policy: Policy) -> Iterator[Check]:
-    """What has to be the same on every rank, as it is in this process; who compares _ranks adds what differs here."""
+    """What has to be the same on every rank, as it is in this process; who compares ranks adds what differs here."""
     parts = {
         "lz_compile": __version__,
         "torch": str(torch.__version__),
@@ -347,20 +347,20 @@ def _ranks(policy: Policy) -> Iterator[Check]:
     if not job:
         is_group = torch.distributed.is_available() and torch.distributed.is_initialized()
         count = torch.distributed.get_world_size() if is_group else 1
-        alone = f"{count} _ranks, each of which decides alone" if count > 1 else "one process"
-        advice = "Compare this line on every rank, or set _ranks.selection to agree." if count > 1 else ""
-        yield Check("_ranks", "warn" if count > 1 else "pass", f"{alone}: {known}", advice)
+        alone = f"{count} ranks, each of which decides alone" if count > 1 else "one process"
+        advice = "Compare this line on every rank, or set ranks.selection to agree." if count > 1 else ""
+        yield Check("ranks", "warn" if count > 1 else "pass", f"{alone}: {known}", advice)
         return
     differ = "; ".join(str(Difference(**row)) for row in job["differences"])
     silent = sorted({*range(job["world_size"])} - {*job["heard"], job["rank"]})
-    text = f"{job['world_size']} _ranks, of which {len(job['heard'])} were heard; this one has {known}"
+    text = f"{job['world_size']} ranks, of which {len(job['heard'])} were heard; this one has {known}"
     if job["store_lost"]:
-        yield Check("_ranks", "warn", f"their store is lost: {job['store_lost']}", "Look at the host that keeps it.")
+        yield Check("ranks", "warn", f"their store is lost: {job['store_lost']}", "Look at the host that keeps it.")
     elif differ or silent:
         missing = f"{listed(silent)} said nothing by now" if silent else ""
         advice = (
             "Install the same versions and policy on all of them." if differ else "Call lz.join_ranks() on all of them."
         )
-        yield Check("_ranks", "warn", f"{text}; {'; '.join(filter(None, (differ, missing)))}", advice)
+        yield Check("ranks", "warn", f"{text}; {'; '.join(filter(None, (differ, missing)))}", advice)
     else:
-        yield Check("_ranks", "pass", f"{text}, as all have")
+        yield Check("ranks", "pass", f"{text}, as all have")

@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 
 from lz_compile.lowering.ops.linear import LinearAttrs, Operands, Packing, fake, groups_of, ordered
-from lz_compile.lowering.triton_floats import as_read, decoded, format_of
-from lz_compile.lowering.triton_launch import cdiv, is_interpreted, next_power_of_2, on
+from lz_compile.lowering.triton_launch import as_read, cdiv, decoded, format_of, is_interpreted, next_power_of_2, on
 
 #: Rows that take as long as reading the weight, and the least that a tile of any kind has.
 FEW_ROWS = LEAST = 16

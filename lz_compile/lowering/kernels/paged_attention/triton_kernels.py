@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lz_compile.lowering.triton_floats import decoded
+from lz_compile.lowering.triton_launch import decoded
 
 #: In the place of a sum of weights: of a row that sees none of these keys.
 UNSEEN = tl.constexpr(-1.0)

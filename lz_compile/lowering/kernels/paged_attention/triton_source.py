@@ -13,8 +13,7 @@ import triton.language as tl
 
 from lz_compile.lowering.kernels.paged_attention.triton_kernels import attend, join
 from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttrs, fake
-from lz_compile.lowering.triton_floats import as_read, format_of
-from lz_compile.lowering.triton_launch import cdiv, is_interpreted, next_power_of_2, on, processors
+from lz_compile.lowering.triton_launch import as_read, cdiv, format_of, is_interpreted, next_power_of_2, on, processors
 
 #: Rows of a tile: the least that a product takes; and where there are many, of numbers of 16 bits, for which registers do.
 ROWS, MOST_ROWS = 16, 64
