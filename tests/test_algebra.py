@@ -341,7 +341,7 @@ def check(module: fx.GraphModule, given_inputs: Sequence[Tensor], node: fx.Node)
         return
     sizes = {axis: axis.size if isinstance(axis.size, int) else int(axis.size.subs(known)) for axis in axes}
     built = Builder(values.__getitem__, sizes=sizes).evaluate(
-        expression, region, [[axis] for axis in axes], torch.float64
+        expression, region.leaves, [[axis] for axis in axes], torch.float64
     )
     torch.testing.assert_close(built.double().expand_as(expected), expected, rtol=1e-9, atol=1e-9)
 

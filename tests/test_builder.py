@@ -162,7 +162,7 @@ def test_expressions_are_evaluated_over_arranged_leaves() -> None:
     here = Builder(values.__getitem__)
 
     def value(expression: sympy.Expr) -> Any:
-        return here.evaluate(expression, region, groups, torch.float32)
+        return here.evaluate(expression, region.leaves, groups, torch.float32)
 
     left, mask = values[node].t(), values[flag][:, None]
     torch.testing.assert_close(value(sympy.exp(x) * s + 1), left.exp() * 2 + 1)
@@ -187,7 +187,7 @@ def test_a_number_divided_by_a_symbolic_number_is_a_number() -> None:
     s = sympy.Symbol("x0", real=True)
     region = Region(Effects(graph))
     region.leaves[s] = Leaf(size, ())
-    value = Builder(lambda node: 16).evaluate(1 / sympy.sqrt(s), region, [], torch.float32)
+    value = Builder(lambda node: 16).evaluate(1 / sympy.sqrt(s), region.leaves, [], torch.float32)
     assert float(value) == 0.25
 
 

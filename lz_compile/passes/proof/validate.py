@@ -159,9 +159,8 @@ def recalled(key: str, store: Store | None, run: Callable[[], Validation]) -> Va
     known = _memory.get(key)
     if known is not None:
         return replace(known, origin="memory", seconds=time.perf_counter() - start)
-    record = None if store is None else store.load(key, _Record)
-    if record is not None:
-        verdict = Validation(**msgspec.structs.asdict(record))
+    verdict = None if store is None else _stored(store, key)
+    if verdict is not None:
         _memory[key] = verdict
         return replace(verdict, origin="disk", seconds=time.perf_counter() - start)
     verdict = run()
@@ -197,6 +196,11 @@ class _Source:
         if key not in self._known:
             self._known[key] = resized(self.whole, sizes, dtype)
         return self._known[key]
+
+
+def _stored(store: Store, key: str) -> Validation | None:
+    record = store.load(key, _Record)
+    return None if record is None else Validation(**msgspec.structs.asdict(record))
 
 
 def _run(match: Match, source: _Source, kernel: KernelSpec, call: KernelCall, real: Sizes | None) -> Validation:
