@@ -7,7 +7,7 @@ Every compile runs in a process of its own, with empty caches; seconds are of th
 result. Without ``roll_loops`` Dynamo traces every step: that is measured at 64 steps, once. Peaks are of a training step,
 beyond what is held before it, as in ``benchmarks/attention_memory.py``, each in a process of its own.
 
-    python -m benchmarks.rolled_loops [--repeats 3] [--rounds 7] [--quick] [--device cuda]
+    python -m benchmarks.rolled_loops [--repeats 3] [--rounds 7] [--quick] [--only spiking] [--device cuda]
 
 With ``--repeats 0`` nothing is compiled in a process of its own; the first call's seconds are told in any case.
 """
@@ -329,6 +329,7 @@ def main() -> None:
     options.add_argument("--repeats", type=int, default=3, help="processes for each compile")
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--quick", action="store_true", help="one process, short loops, into scratch/")
+    options.add_argument("--only", nargs="+", default=[], choices=MODELS, help="these models alone")
     options.add_argument("--device", default="cpu")
     options.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     settings = options.parse_args()
@@ -339,7 +340,7 @@ def main() -> None:
     lengths = (16, 64) if settings.quick else LENGTHS
     repeats = min(settings.repeats, 1) if settings.quick else settings.repeats
     publication = Publication("rolled_loops", torch.device(settings.device), is_quick=settings.quick, repeats=repeats)
-    for name in MODELS:
+    for name in settings.only or MODELS:
         publication.add(run_case(name, repeats, settings.rounds, lengths, settings.device))
     publication.show(loops_table(publication.rows))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,12 +12,13 @@ import torch
 from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.utils import run_and_get_code
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import lz_compile as lz
 from lz_compile.ground import events
 from lz_compile.lowering.attributes import encode
-from lz_compile.lowering.kernels.scan import rolled
+from lz_compile.lowering.kernels.scan import cpp_ahead, cpp_launch, rolled
 from lz_compile.lowering.kernels.scan.computed import compute_while_scanning
 from lz_compile.lowering.kernels.scan.cpp_terms import FUNCTIONS, Recipe
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs
@@ -97,6 +99,19 @@ def test_exponentials_are_within_two_units_of_the_last_place_wherever_they_are(
         torch.testing.assert_close(
             row, expected, rtol=bound, atol=3e-45 if dtype == torch.float32 else 1e-323, equal_nan=True
         )
+
+
+def test_code_is_built_while_the_rest_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(cpp_ahead, "_started", set())
+    monkeypatch.setattr(cpp_ahead, "_pool", SimpleNamespace(submit=lambda _, program, backward: asked.append(program)))
+    leaves, query = [torch.rand(B, 1, T, N, 1), torch.rand(B, 1, T, 1, D)], torch.rand(B, 1, T, 1, N)
+    recipe, attrs = Recipe(decay=(("mul", "x0", "x1"),), drive=(("add", "x0", "x1"),)), ScanAttrs()
+    with FakeTensorMode() as mode:
+        fake, asking = [mode.from_tensor(each) for each in leaves], mode.from_tensor(query)
+        rolled._computed_fake(*Operands(query=asking).flat(), fake, encode(recipe), encode(attrs), 64, False)
+    x = Operands(query=query, **recipe.of(leaves))
+    assert asked == [cpp_launch.Launch(x, attrs, 64, recipe, leaves).program(frozenset())]
 
 
 def test_every_function_is_one_of_atens() -> None:

@@ -300,6 +300,37 @@ def test_what_no_kernel_takes_of_a_long_loop_runs_step_by_step_again(update, rea
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+def wkv(k: torch.Tensor, v: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """RWKV's weighted mean, with a running maximum."""
+
+    def step(states: tuple[torch.Tensor, ...], now: tuple[torch.Tensor, ...]) -> Any:
+        above, below, most = states
+        after = torch.maximum(most + w, now[0])
+        kept, new = torch.exp(most + w - after), torch.exp(now[0] - after)
+        above, below = kept * above + new * now[1], kept * below + new
+        return (above, below, after), above / below
+
+    zero = torch.zeros_like(k[0])
+    return scan(step, (zero, zero.clone(), zero - 1e38), (k, v))[1]
+
+
+@pytest.mark.parametrize(("threads", "is_graded", "scans"), [(2, False, 1), (16, False, 3), (2, True, 3)])
+def test_a_running_maximum_is_one_loop_of_few_threads_where_nothing_is_differentiated(
+    threads, is_graded, scans, monkeypatch
+):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    k, v, w = torch.randn(9, 2, 3, requires_grad=is_graded), torch.randn(9, 2, 3), -torch.rand(3)
+    torch._dynamo.reset()
+    backend = Apart()
+    found = torch.compile(wkv, backend=backend, fullgraph=True)(k, v, w)
+    assert len(backend.scans) == scans
+    weights = torch.stack([(k + w * (t - torch.arange(9))[:, None, None])[: t + 1].logsumexp(0) for t in range(9)])
+    wanted = [
+        (torch.exp(k + w * (t - torch.arange(9))[:, None, None] - weights[t]) * v)[: t + 1].sum(0) for t in range(9)
+    ]
+    torch.testing.assert_close(found, torch.stack(wanted), rtol=1e-4, atol=1e-5)
+
+
 def gru(x: torch.Tensor, w: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
     """Two layers, the second of which reads the first."""
 

@@ -54,8 +54,9 @@ def _forward(*given: Any) -> launch.Results:
 
 def _forward_fake(*given: Any) -> launch.Results:
     x, attrs, chunk, keeps = _called(given)
-    build_ahead(x, attrs, chunk)
-    return Launch(x, attrs, chunk).results(keeps)
+    launched = Launch(x, attrs, chunk)
+    build_ahead(launched)
+    return launched.results(keeps)
 
 
 def _forward_fallback(*given: Any) -> launch.Results:
@@ -101,7 +102,10 @@ def _made(*given: Any) -> Sequence[Any]:
 
 def _computed_fake(*given: Any) -> launch.Results:
     x, attrs, chunk, keeps = _called(_made(*given))
-    return Launch(x, attrs, chunk).results(keeps)
+    leaves, recipe = given[_COUNT : _COUNT + 2]
+    launched = Launch(x, attrs, chunk, decode(Recipe, recipe), leaves)
+    build_ahead(launched)
+    return launched.results(keeps)
 
 
 def _computed_fallback(*given: Any) -> launch.Results:
@@ -122,7 +126,7 @@ def _backward(of_reads: torch.Tensor, of_last: torch.Tensor, checkpoints: torch.
 def _backward_fake(*given: Any) -> list[torch.Tensor]:
     x, attrs, chunk, wanted = _called(given[3:])
     names = _wanted(wanted)
-    build_ahead(x, attrs, chunk, names, backward=True)
+    build_ahead(Launch(x, attrs, chunk), names, backward=True)
     return [torch.empty_like(each) for name, each in x.given().items() if name in names]
 
 

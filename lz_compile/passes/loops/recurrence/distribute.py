@@ -25,6 +25,7 @@ from lz_compile.passes.loops.recurrence.batched import Around, Batched
 from lz_compile.passes.loops.recurrence.plan import Part, Plan
 from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, erase_scan, insert_scan, replace_results
 from lz_compile.passes.loops.recurrence.states import Readings, is_indicator, restated
+from lz_compile.passes.loops.recurrence.step_rules import moves_only
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
 from lz_compile.passes.loops.roll.reroll import takes_long
 from lz_compile.passes.loops.roll.scan_outputs import scans_of_ours
@@ -32,6 +33,8 @@ from lz_compile.passes.rewriting.core import wants_grad
 
 aten = torch.ops.aten
 
+#: On more, what is computed for all steps at once makes up for memory.
+_FEW_THREADS = 4
 #: Whether so many calls, one by one, take no minutes to compile.
 IsShort: TypeAlias = Callable[[int], bool]
 
@@ -98,13 +101,31 @@ def _taken_apart(node: fx.Node, ambient: Ambient, readings: Readings, is_short: 
         return None
     found = restated(call, ambient, readings)
     plan = found.plan
-    if plan is None or not (plan.has_known or (plan.pays and not _wants_products_inside(node, ambient))):
+    is_worth_it = plan is not None and (plan.has_known or (plan.pays and not _wants_products_inside(node, ambient)))
+    if plan is None or not is_worth_it or (is_short is None and _is_one_loop(found.call, plan, ambient)):
         found.undo()
         return None
     found.keep()
     if plan.is_apart:
         return _distributed(found.call, plan, ambient, is_short)
     return Distributed(where_of(node), 1, 0) if found.tried else None
+
+
+def _is_one_loop(call: ScanCall, plan: Plan, ambient: Ambient) -> bool:
+    """Whether a loop that stays one for some of its states is faster whole: in C++, on few threads.
+
+    Where all of a step is functions of elements, kernels for the other states write and read what a step has in registers:
+    RWKV's, with a running maximum, takes five times as long then (1,024 steps of 512 elements).
+    """
+    if plan.is_known or wants_grad(ambient, (*call.init, *call.xs, *call.given)):
+        return False
+    if torch.get_num_threads() > _FEW_THREADS or known_tensor(call.xs[0]).device.type != "cpu":
+        return False
+    known = [part.transition for part in plan.parts if part.transition is not None]
+    if any(each.keys or each.updates for each in known):
+        return False
+    calls = [node for node in plan.form.step.graph.nodes if node.op == "call_function"]
+    return all(torch.Tag.pointwise in getattr(node.target, "tags", ()) or moves_only(node) for node in calls)
 
 
 def _wants_products_inside(node: fx.Node, ambient: Ambient) -> bool:
