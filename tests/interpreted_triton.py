@@ -115,6 +115,7 @@ def check_norm(attrs: NormAttrs, rows: int, hidden: int, dtype: torch.dtype) -> 
 _LONG = ("rms_offset", "layer", "floor")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "rows", "hidden"),
     [
@@ -140,6 +141,7 @@ def test_a_norm_of_one_column_is_the_references():
     check_norm(_NORMS["layer"], 4, 1, torch.float64)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "rows", "hidden", "part"),
     [
@@ -217,6 +219,7 @@ def test_no_rows_are_no_error_and_give_weights_gradients_of_zero(case):
     assert all(torch.equal(each, torch.zeros(12)) for each in gradients[1:])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("largest_block", [None, 1])
 @for_every_norm
 def test_what_is_not_a_number_stays_in_its_row(case, largest_block):
