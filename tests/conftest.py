@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,6 +18,9 @@ import pytest
 CACHE = tempfile.mkdtemp(prefix="lz_compile_tests_")
 os.environ["LAYERZERO_CACHE_DIR"] = CACHE
 os.environ["XDG_CONFIG_HOME"] = CACHE  # a developer's own layerzero.yaml must not steer the tests
+# Some thirty processes are started by tests, and each would compile the package anew where nothing may be kept of that.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors here are small; threads only make tests wait for each other
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 # oneDNN's bfloat16 products with AMX leak a NaN into the row before it (K = 23): eager must be the same on every machine.

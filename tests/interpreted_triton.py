@@ -93,6 +93,7 @@ def check_norm(attrs: NormAttrs, rows: int, hidden: int, dtype: torch.dtype) -> 
     assert_near([found], [expected_norm(attrs, *operands)], dtype)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("case", "rows", "hidden"),
     [

@@ -237,7 +237,9 @@ def test_the_name_layerzero_is_registered_when_the_package_is_installed():
 # ---- gradients and modes of execution ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float64, marks=trains_attention_in_float64), torch.float32])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float64, marks=[trains_attention_in_float64, pytest.mark.thorough]), torch.float32]
+)
 def test_forward_and_backward_agree_with_eager(dtype):
     args = operands(dtype=dtype, requires_grad=True)
     expected = attention(*args)

@@ -300,6 +300,7 @@ def test_telemetry_of_a_gate_is_the_same_in_compiled_code() -> None:
     assert 0 < found[0].alpha_mean < 0.8
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("records", [False, True])
 @pytest.mark.parametrize("mode", M)
 def test_a_blender_as_it_comes_compiles_to_the_kernel(mode: lz.BlendMode, records: bool) -> None:

@@ -132,7 +132,7 @@ def test_whatever_the_process_started_is_stopped_with_it(tmp_path) -> None:
         time.sleep(60)
 
     with pytest.raises(TrialError):
-        child.attempt("a kernel", run, CPU, limit_s=4)
+        child.attempt("a kernel", run, CPU, limit_s=2)
     status = Path(f"/proc/{path.read_text()}/stat")
 
     def is_gone() -> bool:

@@ -115,7 +115,7 @@ def unchanged(module: torch.fx.GraphModule, _inputs: Any) -> Backend:
 SPELLINGS = [("llama", "eager"), ("llama", "sdpa"), ("gpt2", "eager"), ("gemma", "eager")]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled("llama-sdpa-growing", "gpt2-eager-growing, symbolic sizes", "gemma-eager-fixed")
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize(("family", "attn"), SPELLINGS)
 def test_generated_tokens_are_those_of_eager_and_compilations_those_of_dynamo(family, attn, cache):
@@ -167,6 +167,7 @@ def test_logits_are_those_of_eager_step_by_step(family, attn, kind):
     check_reports(backend.report.matches, backend.report.events, 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_second_prompt_compiles_nothing_new_where_the_cache_is_fixed(family):
     backend = Rewriting()

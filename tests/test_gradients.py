@@ -68,7 +68,7 @@ def _copied(value: Any) -> Any:
     return value.detach().clone().requires_grad_(value.requires_grad) * 1 if value.requires_grad else value.clone()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("first", range(0, 90, 30))
 def test_gradients_come_back_to_no_other_node_of_a_random_program(first: int):
     comparing = Comparing()

@@ -155,7 +155,7 @@ def check(compiled: Callable[..., Tensor], module: nn.Module, *inputs: Tensor) -
     torch.testing.assert_close(compiled(*inputs), module(*inputs), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize(("is_dynamic", "compiles"), [(True, 4), (None, 5)])
+@pytest.mark.parametrize(("is_dynamic", "compiles"), [pytest.param(True, 4, marks=pytest.mark.thorough), (None, 5)])
 @torch.no_grad()
 def test_lengths_compile_as_often_as_decisions_change(monkeypatch, is_dynamic, compiles):
     module = Attention()

@@ -122,6 +122,7 @@ def assert_same_gradients(ours: nn.Module, eager: nn.Module, **tolerance: float)
         torch.testing.assert_close(one.grad, other.grad, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kv_heads", [HEADS, 1], ids=["heads", "shared_heads"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
 def test_every_gradient_of_a_model_is_eagers(dtype, kv_heads):

@@ -802,7 +802,10 @@ class Static(Base):
         return self.over(self.cell, x, x.new_zeros(x.shape[0], 4)) + self.twice(self.cell, x, x[:, 0])
 
 
-@pytest.mark.parametrize(("kind", "scans"), [(Base, 1), (Derived, 1), (Named, 1), (Held, 1), (Static, 2)])
+@pytest.mark.parametrize(
+    ("kind", "scans"),
+    [pytest.param(Base, 1, marks=pytest.mark.thorough), (Derived, 1), (Named, 1), (Held, 1), (Static, 2)],
+)
 def test_functions_that_are_called_are_rolled_too(kind, scans):
     x = torch.randn(2, 6, 4)
     plain = kind()
@@ -863,7 +866,7 @@ def test_one_loop_that_is_not_traced_leaves_the_other():
     assert graphs.scans == 1
 
 
-@pytest.mark.parametrize("backend", ["inductor", "layerzero"])
+@pytest.mark.parametrize("backend", [pytest.param("inductor", marks=pytest.mark.thorough), "layerzero"])
 def test_random_numbers_are_drawn_in_every_step(backend):
     x = torch.ones(1, 200, 3)
     with collect() as events:

@@ -174,6 +174,7 @@ def compiled(module):
     return torch.compile(module, backend=graphs, dynamic=True), graphs
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [Network, Own, Layers, Inner, Chosen, InFront])
 def test_attributes_are_carried_by_a_scan_and_hold_the_same_behind_it(kind):
     torch.manual_seed(0)

@@ -220,7 +220,7 @@ def test_any_chain_keeps_of_equal_scores_what_eager_code_keeps(kernel, chain, dt
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("dynamic", [pytest.param(False, marks=pytest.mark.thorough), True])
 def test_compiled_code_keeps_the_same(dynamic):
     def function(x, k, p):
         x = x.masked_fill(x < x.topk(k).values[..., -1:], -INF)

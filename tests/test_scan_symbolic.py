@@ -143,6 +143,7 @@ _SPELLINGS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("read", "outer", "merges", "erases"), _SPELLINGS)
 def test_loops_keep_their_kernel_for_batches_that_come_later(
     read: Callable[..., Tensor], outer: Callable[..., Tensor], merges: bool, erases: bool

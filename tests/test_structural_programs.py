@@ -856,7 +856,7 @@ def test_steps_that_read_nothing_that_moves_on_are_rolled():
     assert verdict.edits["rolled" if SCANS_TAKE_COUNTERS else "loops kept"]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("first", range(0, SEEDS, CHUNK))
 def test_random_programs_compute_what_eager_does(first: int):
     verdicts = [check(generate(seed)) for seed in range(first, first + CHUNK)]
