@@ -329,7 +329,7 @@ def main() -> None:
     options.add_argument("--repeats", type=int, default=3, help="processes for each compile")
     options.add_argument("--rounds", type=int, default=7)
     options.add_argument("--quick", action="store_true", help="one process, short loops, into scratch/")
-    options.add_argument("--only", nargs="+", default=[], choices=MODELS, help="these models alone")
+    options.add_argument("--only", nargs="+", default=[], choices=MODELS, help="these models again")
     options.add_argument("--device", default="cpu")
     options.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
     settings = options.parse_args()
@@ -340,6 +340,9 @@ def main() -> None:
     lengths = (16, 64) if settings.quick else LENGTHS
     repeats = min(settings.repeats, 1) if settings.quick else settings.repeats
     publication = Publication("rolled_loops", torch.device(settings.device), is_quick=settings.quick, repeats=repeats)
+    if settings.only:
+        publication.resume()
+        publication.rows[:] = [row for row in publication.rows if row["case"]["model"] not in settings.only]
     for name in settings.only or MODELS:
         publication.add(run_case(name, repeats, settings.rounds, lengths, settings.device))
     publication.show(loops_table(publication.rows))
