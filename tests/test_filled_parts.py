@@ -186,8 +186,13 @@ def _unlike_steps(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
 
 
 OTHERS = [
-    _partly, _not_to_the_end, _twice, _along_two, _read_between, _seen_before, _written_later, _value_changes, _broadcast, _given, _unlike_steps,
+    _partly, _not_to_the_end, _twice, _along_two, _read_between, _seen_before, _value_changes, _broadcast, _given, _unlike_steps,
 ]  # fmt: skip
+
+
+def test_what_is_filled_is_joined_though_it_is_written_to_later() -> None:
+    count, _ = joined(_written_later, torch.randn(4, 6), torch.randn(4, 6))
+    assert count == 1
 
 
 @pytest.mark.parametrize("function", OTHERS, ids=lambda each: each.__name__)

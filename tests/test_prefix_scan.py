@@ -214,6 +214,35 @@ def test_recurrences_in_chunks_are_named() -> None:
     torch.testing.assert_close(got, chunks(q, k, v, g))
 
 
+@pytest.mark.parametrize("weighs", ["by decays", "by a quotient", "not at all"])
+def test_recurrences_as_products_with_all_earlier_keys_are_named(weighs: str) -> None:
+    """As RetNet's parallel form, causal cosFormer, and linear attention."""
+
+    def parallel(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+        scores = torch.einsum("bqd,bkd->bqk", q * 0.5, k * 2)
+        if weighs == "by decays":
+            steps = torch.arange(6)[:, None] - torch.arange(6)
+            return (scores * (decay[:, None, None] ** steps).tril()) @ v
+        scores = scores.masked_fill(torch.ones(6, 6).triu(1) == 1, 0)
+        return (scores / scores.sum(-1, keepdim=True).clamp(min=1) if weighs == "by a quotient" else scores) @ v
+
+    q, k, v = torch.randn(3, 2, 6, 4)
+    given = q, k, v, torch.rand(2)
+    got, backend = compiled(parallel, *given)
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["PARALLEL_FORM"]
+    torch.testing.assert_close(got, parallel(*given))
+
+
+def test_masked_products_that_are_no_recurrence_are_not() -> None:
+    def others(q: Tensor, weight: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        scores, mask = q @ (v * 2).mT, torch.ones(6, 6).tril() == 0
+        attention = scores.masked_fill(mask, -torch.inf).softmax(-1) @ v
+        return attention, (q @ weight.tril() * v) @ weight, (scores.relu().square() * mask) @ v
+
+    _, backend = compiled(others, torch.randn(2, 6, 4), torch.randn(4, 4), torch.randn(2, 6, 4))
+    assert not [miss for miss in backend.report.near_misses if miss.op == "scan"], backend.why_not()
+
+
 def test_other_cumulative_sums_are_not() -> None:
     def top_p(logits: Tensor, values: Tensor) -> Tensor:
         probabilities = logits.softmax(-1).sort(descending=True).values

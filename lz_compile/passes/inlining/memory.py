@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ class View:
     arguments: tuple[Any, Any]
     parent: View | None = None
     names: list[fx.Node] = field(default_factory=list)
+    #: Where it is read last in the graph as it was.
+    last: int = -1
     #: What shows it since so many writes were values.
     now: fx.Node | None = None
     version: int = 0
@@ -56,6 +59,8 @@ class View:
         own, other = tensor_of(self.made), None if whole is None else tensor_of(whole.made)
         if whole is None or own is None or other is None or own.dtype != other.dtype:
             return None
+        if any(_is_detached(each.made) for each in takewhile(lambda each: each is not whole, self.above())):
+            return None  # what is written to it gives the tensor no gradient
         shape, strides = [*own.shape], [*own.stride()]
         offset = own.storage_offset() - other.storage_offset()
         if not all(isinstance(each, int) for each in (*shape, *strides, *other.shape, *other.stride(), offset)):
@@ -103,7 +108,6 @@ class Memories:
         self._effects = effects
         self._views: dict[fx.Node, View] = {}
         self._memories: dict[int, Memory] = {}
-        self._last: dict[tuple[fx.Node, int | None], int] = {}
         self._targets: dict[fx.Node, list[fx.Node]] = {}
         self._changed: set[fx.Node] = set()
         #: Nodes that show what they did, of memory that became a value so many times.
@@ -113,10 +117,10 @@ class Memories:
         for node in effects.calls:
             self._note(node)
         for node, place in effects.position.items():
-            for operand in node.all_input_nodes:
-                self._last[operand, None] = place
-                for memory in memories_of(node):
-                    self._last[operand, memory] = place
+            for view in (self._views[each] for each in node.all_input_nodes if each in self._views):
+                # Of several tensors, those in this memory count.
+                if tensor_of(view.made) is not None or view.memory.number in memories_of(node):
+                    view.last = place
 
     def _note(self, node: fx.Node) -> None:
         own = dict.fromkeys(self._passed_on(node) or memories_of(node))
@@ -174,14 +178,9 @@ class Memories:
         while whole.is_whole and whole.parent is not None:
             whole = whole.parent
         for each in view.memory.views:
-            if self._is_read(each, place) and whole not in each.above() and not _are_apart(each, whole):
+            if each.last > place and whole not in each.above() and not _are_apart(each, whole):
                 return None
         return whole
-
-    def _is_read(self, view: View, place: int) -> bool:
-        # Of several tensors, those in this memory count.
-        number = view.memory.number if tensor_of(view.made) is None else None
-        return any(self._last.get((name, number), -1) > place for name in view.names)
 
     def readers(self, view: View, place: int) -> Iterator[fx.Node]:
         """Who reads a view by any of its names, or a view of it, after a place."""
@@ -246,16 +245,20 @@ class Memories:
         return emit.call(view.made.target, *args, **kwargs)
 
 
+def _is_detached(node: fx.Node) -> bool:
+    call = read(node)
+    return call is not None and (call.name in {"detach", "_get_data_attr"} or call.arguments.get("#1") == "data")
+
+
 def _are_apart(one: View, other: View) -> bool:
     """Whether two views are of different slices of one tensor, along one dimension, and nobody sees that they are of one."""
-    if all(any(map(layout.is_returned, view.names)) for view in (one, other)):
-        return False
     cuts = [[cut for each in view.above() if (cut := each.cut()) is not None] for view in (one, other)]
-    return any(
+    are_apart = any(
         (whole, dim) == (of, along) and (first.stop <= second.start or second.stop <= first.start)
         for whole, dim, first, _ in cuts[0]
         for of, along, second, _ in cuts[1]
     )
+    return are_apart and not all(any(map(layout.is_returned, view.names)) for view in (one, other))
 
 
 def _is_odd(node: fx.Node) -> bool:

@@ -22,10 +22,11 @@ from lz_compile.lowering.ops import scan as scan_op
 from lz_compile.lowering.ops.scan import DIMS, RESULTS, Operands, ScanAttrs
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.axes import Axis, Dims
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, mutated, told
-from lz_compile.passes.graph.view import tensor_of, where_of
+from lz_compile.passes.graph.view import reached, tensor_of, where_of
 from lz_compile.passes.graph.writes import refuse_transformed
 from lz_compile.passes.loops.recurrence.plan import Part, Plan
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, prefix_scans
@@ -130,6 +131,52 @@ def chunked_forms(graph: fx.Graph, effects: Effects, known: Collection[fx.Node])
                 edit = "write the recurrence as a loop over tokens to have it run by a kernel"
                 yield NearMiss("scan", node, Reason("CHUNKED_ALREADY", text), edit, where_of(node))
             seen |= follows
+    yield from _parallel_forms(graph, effects, seen)
+
+
+#: What products of queries and keys pass through where they are masked and weighted, but for no softmax.
+_WEIGHS = frozenset({"mul", "div", "masked_fill", "where", "tril", "triu", "nan_to_num"})
+_MASKS = frozenset({"tril", "triu"})
+
+
+def _parallel_forms(graph: fx.Graph, effects: Effects, told_already: Collection[fx.Node]) -> Iterator[NearMiss]:
+    """Recurrences as products of all queries with all earlier keys, weighted by decays and multiplied by values."""
+    for node in graph.nodes:
+        call, tensor = effects.calls[node], tensor_of(node)
+        if call is None or call.name not in contraction.PRODUCTS or tensor is None or node in told_already:
+            continue
+        if tensor.dim() > 2 and any(_is_masked_product(each, effects) for each in node.all_input_nodes):
+            text = "products with all earlier keys are masked, weighted, and meet values without a softmax"
+            edit = "write it as a loop over tokens, state = decay * state + key * value, to have it run by a kernel"
+            yield NearMiss("scan", node, Reason("PARALLEL_FORM", text), edit, where_of(node))
+
+
+def _is_masked_product(node: fx.Node, effects: Effects) -> bool:
+    """Whether a value is one product of two computed tensors that is masked by what lies above or below a diagonal."""
+    products, is_masked, seen, queue = set[fx.Node](), False, {node}, [node]
+    while queue and len(seen) < _REACH:
+        call = effects.calls.get(queue.pop())
+        if call is None:
+            continue
+        if call.name in contraction.PRODUCTS:
+            products.add(call.node)
+            continue
+        is_moved = is_cast(call) or layout.is_view(call) or layout.rearranges(call)
+        if not is_moved and call.name not in _WEIGHS:
+            continue
+        others = set(call.node.all_input_nodes) - {call.input} if call.name in _WEIGHS else set()
+        is_masked |= call.name in _MASKS or any(_has_diagonal(each, effects) for each in others)
+        behind = {call.input} if is_moved or call.name == "div" else set(call.node.all_input_nodes)
+        queue += [each for each in behind - seen if isinstance(each, fx.Node)]
+        seen |= behind
+    (product, *rest) = products or (None,)
+    operands = [] if product is None or rest else product.all_input_nodes
+    return is_masked and len(operands) > 1 and all(effects.calls.get(each) is not None for each in operands)
+
+
+def _has_diagonal(node: fx.Node, effects: Effects) -> bool:
+    """Whether a mask is made of what lies above or below a diagonal."""
+    return any(effects.name(each) in _MASKS for each in reached([node], most=40))
 
 
 def _followed(node: fx.Node, effects: Effects) -> set[fx.Node]:
