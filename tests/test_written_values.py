@@ -359,3 +359,16 @@ def test_what_lays_out_all_that_follows_is_written_in_place_still() -> None:
     torch.testing.assert_close(found, expected)
     assert found.stride() == expected.stride()
     assert not [event for event in backend.report.events if event.code != "MACHINE_BUSY"]
+
+
+def test_what_a_dropout_passes_on_may_be_scaled_in_place() -> None:
+    """As a layer's scale in DINOv2: Dynamo notes other memory for it, and for all that is made of it in place."""
+
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        scaled = F.dropout(F.linear(x, y), 0.1, training=False).mul_(y[0])
+        return F.layer_norm(x + scaled, (SIZE,)) + scaled
+
+    given = inputs()
+    backend, found = compiled(function, *given)
+    torch.testing.assert_close(found, function(*given))
+    assert "mul_" not in [node.target for node in backend.graphs[0].graph.nodes]
