@@ -48,7 +48,6 @@ def near_misses() -> dict[str, Lookalike]:
         "rotated_returned": Lookalike(rotated_returned, "INTERIOR_USED"),
         "product_returned": Lookalike(product_returned, "INTERIOR_USED"),
         "input_overwritten_in_between": Lookalike(input_overwritten_in_between, ""),
-        "written_in_place": Lookalike(written_in_place, "OPERAND_MUTATED"),
         "autocast_entered_in_between": Lookalike(autocast_entered_in_between, "MODE_CHANGES_INSIDE"),
         "kept_part_of_another_tensor": Lookalike(kept_part_of_another_tensor),
     }
@@ -160,14 +159,6 @@ def input_overwritten_in_between(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor)
     rotated = _half(x)
     x.tanh_()
     return x * cos + rotated * sin
-
-
-def written_in_place(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Half of the features are turned where they are."""
-    x = x + 0
-    first, second = x.chunk(2, -1)
-    first.mul_(cos[..., :6])
-    return torch.cat((first - second * sin[..., :6], second * cos[..., :6] + first * sin[..., :6]), -1)
 
 
 def autocast_entered_in_between(x: Tensor, y: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
