@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 _PREFIX = "#include <torch/csrc/inductor/cpp_prefix.h>"
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*[<\"].*$", re.MULTILINE)
 _DIRECTIVE = re.compile(r"^[ \t]*#(?![ \t]*pragma\b).*$", re.MULTILINE)
-#: Characters of the kernels of a library: to compile them takes about twice as long as all else, so that many still share cores.
-#: With 24,000, training of 24 layers takes 7 % more of the processor and 4 % more time on two cores; with 64,000 8 % more time.
+#: Characters of the kernels of a library: to compile them takes about twice as long as all else; many still share cores.
+#: With 24,000, training of 24 layers takes 7 % more of the processor, with 64,000 more time on two cores.
 _MOST = 40_000
 
 
