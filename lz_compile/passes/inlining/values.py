@@ -24,7 +24,7 @@ from lz_compile.passes.graph.gradients import is_made_attached
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import is_floating, known_tensor, read, tensor_of
 from lz_compile.passes.graph.writes import NEW
-from lz_compile.passes.inlining.memory import Memories, Memory, View
+from lz_compile.passes.inlining.memory import Memories, View
 from lz_compile.passes.inlining.out_of_place import ACTIVATIONS, forgets, forms
 from lz_compile.passes.loops.roll.piece_values import piece_value
 from lz_compile.passes.loops.roll.piece_writes import is_overwritten, store_pieces
@@ -85,7 +85,12 @@ class _Stage:
         self.is_scored = is_scored
         self.memories = Memories(effects)
         self.bare = self._named_bare()
-        self.told: dict[Memory, bool] = {}
+        #: A piece of it is written to that has no value, as by sweeps over every second element: all is read as it is.
+        self.uneven = {
+            view.memory
+            for node, target in effects.writes_made
+            if (view := self.memories.view(target)) is not None and not self._is_even(node, view)
+        }
         self.mode = next(
             (tensor.fake_mode for node in graph.nodes if (tensor := tensor_of(node)) is not None),  # type: ignore[attr-defined]
             None,
@@ -119,7 +124,7 @@ class _Stage:
         place = self.effects.position[node]
         cut = None if self.memories.home(view, place) is not None else view.cut()
         whole = view if cut is None else cut[0]
-        if self.memories.home(whole, place) is None or not self._is_all_told(view.memory):
+        if self.memories.home(whole, place) is None or view.memory in self.uneven:
             return False
         if all(each.last <= place for each in view.memory.views):  # nobody would notice, but for a gradient of zeros
             return False
@@ -137,14 +142,6 @@ class _Stage:
         value.meta = {**node.meta, **value.meta}
         self.memories.replace(whole, value)
         return True
-
-    def _is_all_told(self, memory: Memory) -> bool:
-        """Whether no piece is written to that has no value: sweeps over every second element are read as they are."""
-        if memory not in self.told:
-            found = [(node, view) for node, each in self.effects.writes_made if (view := self.memories.view(each))]
-            own = [(node, view) for node, view in found if view.memory is memory]
-            self.told[memory] = all(self._is_even(node, view) for node, view in own)
-        return self.told[memory]
 
     def _is_even(self, node: fx.Node, view: View) -> bool:
         """Whether a write goes into all of a tensor, or into elements of it that lie side by side."""
