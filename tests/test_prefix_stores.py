@@ -196,3 +196,10 @@ def test_an_autograd_function_over_sweeps_is_the_op_in_both_directions() -> None
     torch.testing.assert_close(got, want)
     for one, other in zip(torch.autograd.grad(got, leaves), torch.autograd.grad(want, leaves), strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_of_a_sweep_that_is_no_scan_no_piece_is_written_as_a_value() -> None:
+    """Every second element has no form as a value: what lies beside it is not told otherwise, either."""
+    backend, got, want = compiled(blelloch_by_views, 4)
+    torch.testing.assert_close(got, want)
+    assert "cat" not in str(backend.graphs[0].graph)
