@@ -75,6 +75,9 @@ PROBLEMS: Mapping[tuple[str, str], Any] = {
     ("attention", "boolean mask"): lambda: {**heads(), "mask": torch.rand(2, 1, 300, 300, device="cuda") > 0.1},
     ("attention", "bias"): lambda: {**heads(), "bias": normal(1, 8, 300, 300)},
     ("attention", "bias for all"): lambda: {**heads(), "bias": normal(1, 1, 300, 300)},
+    ("attention", "bias that masks rows"): lambda: {
+        **heads(), "bias": normal(2, 1, 300, 300).where(torch.arange(300, device="cuda")[:, None] % 7 > 0, -3e38)
+    },
     ("attention", "slopes"): lambda: {**heads(), "slopes": share(1, 8, 1, 1), "is_causal": True},
     ("attention", "sinks"): lambda: {**heads(), "sinks": normal(1, 8, 1, 1), "is_causal": True},
     ("attention", "softcap"): lambda: {**heads(), "softcap": 20.0, "is_causal": True},

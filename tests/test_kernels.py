@@ -206,6 +206,29 @@ def test_beside_the_cpu_sdpa_is_given_masks_that_any_fused_kernel_reads_right(mo
         assert query.dtype == dtype, "float32 is a tenth as fast there"
 
 
+@pytest.mark.parametrize("is_finite", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_beside_the_cpu_a_row_of_the_lowest_number_in_a_bias_is_the_mean(monkeypatch, dtype, is_finite):
+    """Fused kernels there multiply scores by log2(e), and give zero for rows of minus infinity alone."""
+    monkeypatch.setattr(torch_sdpa, "_TAKES_ANY_MASK", frozenset())
+    x = {name: torch.randn(1, 1, 5, 4).to(dtype) for name in ("query", "key", "value")}
+    bias = torch.randn(1, 1, 5, 5).to(dtype)
+    bias[:, :, 2] = torch.finfo(dtype).min
+    bias[:, :, 3, 1:] = -math.inf
+    bias[:, :, 4] = 0.0 if is_finite else -math.inf
+
+    def fused(x, attrs, is_causal):
+        scores = (x.query.float() @ x.key.mT.float() / 2 + x.bias.float()) * math.log2(math.e)
+        shares = torch.exp2(scores - scores.amax(-1, keepdim=True).nan_to_num(neginf=0.0))
+        return (shares @ x.value.float() / shares.sum(-1, keepdim=True).clamp_min(1e-30)).to(dtype)
+
+    attrs = AttentionAttrs(scale=0.5, has_bias=True, bias_can_mask=True, bias_is_finite=is_finite)
+    found = torch_sdpa.through(fused, Operands(**x, bias=bias), attrs)
+    scores = x["query"].float() @ x["key"].mT.float() / 2 + bias.float()
+    expected = torch.softmax(scores, -1) @ x["value"].float()
+    torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2, equal_nan=True)
+
+
 @for_every_kernel
 def test_large_constant_float16_values_do_not_overflow(kernel: str) -> None:
     operands = _operands(Case(keys=300), torch.float16)

@@ -67,3 +67,14 @@ def test_names_of_records_kernels_and_places_are_the_same_in_every_process(tmp_p
     assert one["workload"] == canonical(workload(context, None, context.hints()))
     assert len(one["surroundings"]) == 16
     assert "registered_new_kernel_" in one["operator"]
+
+
+def test_an_operator_that_chooses_at_each_call_runs_where_nothing_was_called_eagerly() -> None:
+    """It asks what an eager call takes, which is a module that compiling alone does not import."""
+    program = (
+        "import torch, lz_compile as lz; q = torch.randn(1, 2, 4, 8);"
+        'print(lz.validate("lz.dispatch", operation="attention", query=q, key=q, value=q))'
+    )
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=TESTS.parent).stdout
+    assert found.splitlines()[-1].startswith("(True,")

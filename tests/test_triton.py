@@ -113,7 +113,7 @@ def _without_a_driver(kernel: str) -> tuple[Any, Any]:
 def test_a_kernel_that_cannot_be_launched_is_completed_by_pytorch_and_retired(kernel):
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("needs Triton without its interpreter: unset TRITON_INTERPRET")
-    with events.collect() as happened:
+    with torch.device("cpu"), events.collect() as happened:
         found, expected = _without_a_driver(kernel)
     torch.testing.assert_close(found, expected)
     assert health.retired(kernel)

@@ -163,7 +163,8 @@ def test_a_kernel_that_cannot_be_launched_is_completed_by_pytorch_and_retired():
 @pytest.mark.parametrize("shape", [(4096, 1000, 1), (4096, 1000, 32), (1000, 300, 50)], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 300])
 def test_a_product_is_the_definition_on_a_gpu(rows, shape, stored, dtype):
-    x, attrs = problem(rows, shape, stored, dtype, "scale", "zero", "offset")
+    with torch.device("cpu"):
+        x, attrs = problem(rows, shape, stored, dtype, "scale", "zero", "offset")
     found = triton_linear.linear(x.map(torch.Tensor.cuda), attrs).cpu()
     assert not health.retirements()
     exact = op.reference(replace(x, input=x.input.double()), replace(attrs, out_dtype=torch.float64))

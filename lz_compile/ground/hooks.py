@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 
@@ -18,6 +19,8 @@ def falls_back() -> bool:
 
 def attend(x: Any, is_causal: bool, scale: float | None) -> Any:
     """An eager call of attention by the kernel that it selects (``api/eager.py``), tokens before heads."""
+    if "attend" not in _answers:  # a compiled graph may ask before anyone has called attention eagerly
+        import_module("lz_compile.api.eager")
     return _answers["attend"](x, is_causal, scale)
 
 

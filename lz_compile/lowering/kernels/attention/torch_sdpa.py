@@ -89,8 +89,9 @@ def _over(
         merged = merged.contiguous() if merged.stride()[-1] != 1 else merged
         if merged.dtype not in (torch.bool, dtype):
             query, key, value = (each.to(merged.dtype) for each in (query, key, value))
-        if merged.dtype not in (torch.bool, torch.float16) and attrs.masked_rows == "mean":
-            merged = merged.clamp_min(torch.finfo(merged.dtype).min / 2)
+        if merged.dtype not in (torch.bool, torch.float16) and (attrs.bias_can_mask or attrs.masked_rows == "mean"):
+            floored = merged.clamp_min(torch.finfo(merged.dtype).min / 2)
+            merged = floored if attrs.masked_rows == "mean" else torch.where(merged == -math.inf, merged, floored)
     masks = {} if merged is None else {"mask" if merged.dtype == torch.bool else "bias": merged}
     out = sdpa(Operands(query, key, value, **masks), attrs, is_causal)
     out = out if query.dtype == dtype else out.to(dtype)
