@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, fx
 
 from lz_compile.ground.isolation import isolated
 from lz_compile.passes.graph.view import needed
+from lz_compile.passes.proof import running
 from lz_compile.passes.proof.running import NotRunnableError, Subgraph, run
 
 
@@ -96,3 +98,26 @@ def test_what_does_not_run_at_other_sizes_is_told(function, inputs) -> None:
     torch.testing.assert_close(result, function(*inputs))
     codes = [event.code for event in backend.report.events]
     assert codes == ["PROBE_FAILED"], backend.report.events
+
+
+def test_made_up_indices_never_abort_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the CPU every operator is looked at before it runs, and memory that nobody has written holds valid indices."""
+    entered = []
+
+    class Recorded(nullcontext):  # type: ignore[type-arg]
+        def __enter__(self) -> None:
+            entered.append(self)
+
+    def function(x: Tensor) -> Tensor:
+        places = torch.empty_like(x, dtype=torch.long)
+        return x[places]
+
+    monkeypatch.setattr(running, "InRange", Recorded)
+    graph = capture(function, torch.randn(4)).graph
+    (given,), *_, result = graph.find_nodes(op="placeholder"), *(node for node in graph.nodes if node.op != "output")
+    with isolated():
+        found = run(list(graph.nodes)[1:-1], {given: torch.tensor([1.0, 2.0, 3.0])})
+        assert found[result].tolist() == [2.0] * 3
+        assert not entered
+        run(list(graph.nodes)[1:-1], {given: torch.empty(4, device="meta")})
+    assert len(entered) == 1

@@ -6,7 +6,7 @@ A part of a graph, the calls that give some values back to what they read, is co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -20,8 +20,13 @@ from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.snapshot import Was
 from lz_compile.passes.graph.view import called, tensors_in
+from lz_compile.passes.proof.in_range import InRange
 
 SCAN = torch.ops.higher_order.scan
+
+
+#: Calls that give memory as it happens to be: the same in every run, a valid index, and not what zeros written there are.
+_UNWRITTEN = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
 
 
 class NotRunnableError(Exception):
@@ -67,10 +72,11 @@ def run(
     """
     assert is_isolated(), "what is run in order to learn something is isolated from the program around"
     found = dict(values)
-    for call in calls:
-        node = call.node if isinstance(call, Was) else call
-        if node not in found:
-            found[node] = _result(node, call, found, attribute, adapt)
+    with InRange() if any(each.device.type != "cpu" for each in tensors_in(list(values.values()))) else nullcontext():
+        for call in calls:
+            node = call.node if isinstance(call, Was) else call
+            if node not in found:
+                found[node] = _result(node, call, found, attribute, adapt)
     return found
 
 
@@ -94,7 +100,11 @@ def _result(
     for each in tensors_in((args, kwargs)):
         with suppress(RuntimeError):  # which the call raises as well, if it matters
             each.grad_fn  # noqa: B018  PyTorch takes a view, of which another one was written to, for a leaf until asked
-    return called(target, args, kwargs)
+    result = called(target, args, kwargs)
+    if getattr(target, "__name__", str(target)).partition(".")[0] in _UNWRITTEN:
+        with torch.no_grad():
+            result.fill_(0.6 if result.is_floating_point() else 1)
+    return result
 
 
 # ---- loops -----------------------------------------------------------------------------------------------------------
