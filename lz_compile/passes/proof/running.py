@@ -6,7 +6,7 @@ A part of a graph, the calls that give some values back to what they read, is co
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -72,12 +72,17 @@ def run(
     """
     assert is_isolated(), "what is run in order to learn something is isolated from the program around"
     found = dict(values)
-    with InRange() if any(each.device.type != "cpu" for each in tensors_in(list(values.values()))) else nullcontext():
+    with _watched(values):
         for call in calls:
             node = call.node if isinstance(call, Was) else call
             if node not in found:
                 found[node] = _result(node, call, found, attribute, adapt)
     return found
+
+
+def _watched(values: Mapping[fx.Node, Any]) -> AbstractContextManager[Any]:
+    on_cpu = all(each.device.type == "cpu" for each in tensors_in(list(values.values())))
+    return nullcontext() if on_cpu else InRange()  # type: ignore[no-untyped-call]  # PyTorch's own
 
 
 def _result(

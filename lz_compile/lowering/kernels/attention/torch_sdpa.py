@@ -78,9 +78,10 @@ def _over(
 ) -> torch.Tensor:
     """``sdpa`` under a merged mask. Beside the CPU, its rows are made whole and dense, and operands as wide as what is added.
 
-    That is a tenth as fast, so that a sum of terms is rounded where the source rounds it with the scores. Fused kernels for GPUs refuse rows with gaps or of one element for all keys, or read beyond them; a mask wider than the
-    operands some of them refuse, and cuDNN's reads it as if it were narrow. They multiply scores by log2(e), so that the
-    lowest number becomes minus infinity, and a row of nothing else zero instead of the mean (PyTorch 2.11 on an H100).
+    That is a tenth as fast, so that a sum of terms is rounded where the source rounds it with the scores. Fused kernels for
+    GPUs refuse rows with gaps or of one element for all keys, or read beyond them; a mask wider than the operands some of
+    them refuse, and cuDNN's reads it as if it were narrow. They multiply scores by log2(e), so that the lowest number
+    becomes minus infinity, and a row of nothing else zero instead of the mean (PyTorch 2.11 on an H100).
     """
     dtype = query.dtype
     if merged is not None and query.device.type not in _TAKES_ANY_MASK:
