@@ -18,6 +18,7 @@ from torch import Tensor
 
 import lz_compile
 from lz_compile.backend import layerzero
+from lz_compile.lowering.ops import attention as op
 
 many = settings(
     max_examples=examples(20, 80),
@@ -823,3 +824,30 @@ def test_one_tensor_may_be_several_operands_of_a_call(
     x = torch.randn(shape, dtype=dtype)
     torch.testing.assert_close(torch.compile(attention, backend=backend, fullgraph=True)(x), attention(x))
     assert [match.kernel for match in backend.report.matches if match.rewritten] == ["lz.blocked"], backend.why_not()
+
+
+@pytest.mark.parametrize(
+    ("added", "is_wide"),
+    [
+        (lambda scores, bias: scores + bias + bias.mT, False),
+        (lambda scores, bias: scores.float() + bias, False),
+        (lambda scores, bias: scores.float() + bias.float() * 0.5, True),
+        (lambda scores, bias: scores.float() + bias + bias.mT, True),
+        (lambda scores, bias: scores.float() + torch.cos(bias.float()), True),
+    ],
+)
+def test_a_bias_is_wide_where_the_source_adds_it_in_float32_to_narrower_operands(monkeypatch, added, is_wide):
+    """SDPA would make the operands as wide beside the CPU, where that is a tenth as fast."""
+    seen = []
+    monkeypatch.setattr(
+        op, "features", lambda attrs, facts, known=op.features: seen.append(facts) or known(attrs, facts)
+    )
+
+    def function(query, key, value, bias):
+        shares = torch.softmax(added(query @ key.mT * 0.25, bias), -1).to(value.dtype)
+        return shares @ value
+
+    inputs = [torch.randn(2, 3, 8, 8, dtype=torch.bfloat16) for _ in range(4)]
+    backend = Rewriting()
+    torch.compile(function, backend=backend)(*inputs)
+    assert {facts.bias_is_wide for facts in seen} == {is_wide}

@@ -224,7 +224,7 @@ def test_beside_the_cpu_a_row_of_the_lowest_number_in_a_bias_is_the_mean(monkeyp
         return (shares @ x.value.float() / shares.sum(-1, keepdim=True).clamp_min(1e-30)).to(dtype)
 
     of_bias = {"has_bias": True, "bias_can_mask": True, "bias_is_finite": is_finite}
-    attrs = AttentionAttrs(scale=0.5, score_dtype=dtype, **of_bias)
+    attrs = AttentionAttrs(scale=0.5, score_dtype=dtype, rounds_bias=True, **of_bias)
     found = torch_sdpa.through(fused, Operands(**x, bias=bias.float()), attrs)  # as the sum of two terms is
     scores = x["query"].float() @ x["key"].mT.float() / 2 + bias.float()
     expected = torch.softmax(scores, -1) @ x["value"].float()
@@ -537,6 +537,14 @@ def _runs(**changes: Any) -> Callable[[str], None]:
     return lambda kernel: _runs_right(kernel, Case(**changes), torch.float32)
 
 
+def _adds_wider(kernel: str) -> None:
+    case = Case(attrs=replace(_BIASED, score_dtype=torch.float32))
+    operands = _operands(case, torch.bfloat16)
+    operands["bias"] = 100 + torch.randn(operands["bias"].shape)  # of which bfloat16 would keep halves
+    actual = KERNELS[kernel].call(Operands(**operands), case.attrs)
+    _assert_near(actual, reference(Operands(**_doubled(operands)), _in_float64(case.attrs)), case)
+
+
 def _trains(*names: str) -> Callable[[str], None]:
     def demonstrate(kernel: str) -> None:
         attrs = AttentionAttrs(has_bias="bias" in names, bias_is_finite=True)
@@ -626,6 +634,7 @@ FEATURES: Mapping[str, Feature] = {
         AttentionAttrs(has_mask=True, masked_rows="mean"), _facts(needs_grad=True), _trains_where_rows_are_masked
     ),
     "bias_gradient": Feature(_BIASED, _facts(bias_needs_grad=True), _trains("bias")),
+    "wide_bias": Feature(_BIASED, _facts(device="cuda", bias_is_wide=True), _adds_wider),
     "value_dim": Feature(AttentionAttrs(), _facts(value_dim=6), _runs(value_dim=6)),
     "causal_rectangular": Feature(_CAUSAL, _facts(query_len=4, key_len=7), _runs(queries=4, keys=7, attrs=_CAUSAL)),
     "causal_at_end": Feature(_AT_END, _facts(query_len=4, key_len=7), _runs(queries=4, keys=7, attrs=_AT_END)),
@@ -669,7 +678,9 @@ def test_the_table_of_features_above_is_complete():
     )
     everything |= features(AttentionAttrs(band=Band(-2, 0, at_end=True)), _facts())
     everything |= features(replace(_SELECTED, masks_keys=True), _facts())
-    everything |= features(AttentionAttrs(), _facts(key_len=7))
+    everything |= features(AttentionAttrs(), _facts(key_len=7)) | features(
+        _BIASED, _facts(device="cuda", bias_is_wide=True)
+    )
     assert set(everything) == set(FEATURES)
     assert features(AttentionAttrs(), _facts()) == {}
 

@@ -28,7 +28,7 @@ class AttentionAttrs:
     scores whatever they are, NaN and infinities too, as ``where`` and ``masked_fill`` do and adding ``-inf`` does not;
     ``masks_keys`` that the operand ``mask`` is the same for every query and head; ``zeroes_nan`` that rows of NaN give
     zero. Neither asks for anything where ``nan_is_open``: what NaN and infinities in query and key come to is the kernel's
-    business.
+    business. ``rounds_bias`` says that the source adds the bias in the operands' dtype.
     """
 
     scale: float | None = None
@@ -51,6 +51,7 @@ class AttentionAttrs:
     zeroes_nan: bool = False
     nan_is_open: bool = False
     score_dtype: torch.dtype = torch.float32
+    rounds_bias: bool = False
 
     @property
     def limits(self) -> Band | None:
@@ -113,3 +114,5 @@ class AttentionFacts:
     device: str
     needs_grad: bool = False
     bias_needs_grad: bool = False
+    #: Whether a bias is handed over in a wider dtype than the operands, to which the source does not round it.
+    bias_is_wide: bool = False

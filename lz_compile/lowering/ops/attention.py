@@ -279,6 +279,7 @@ def features(attrs: AttentionAttrs, facts: AttentionFacts) -> dict[str, str]:
         "training": facts.needs_grad and "gradients",
         "masked_row_gradient": facts.needs_grad and empties and "gradients of rows whose every key is masked",
         "bias_gradient": facts.bias_needs_grad and "a gradient of the bias",
+        "wide_bias": facts.bias_is_wide and facts.device != "cpu" and "a bias that is wider than the operands",
         "value_dim": facts.value_dim != facts.head_dim and f"head dim {facts.head_dim}, value dim {facts.value_dim}",
         "causal_rectangular": band is not None
         and not band.at_end

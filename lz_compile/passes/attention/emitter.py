@@ -326,4 +326,13 @@ class AttentionEmitter:
             device=known_tensor(self.output).device.type,
             needs_grad=core.wants_grad(self.edge()),
             bias_needs_grad=core.wants_grad(bias),
+            bias_is_wide=self._adds_wider(),
         )
+
+    def _adds_wider(self) -> bool:
+        """Whether what is added to scores is wider than the operands, as the scores are."""
+        if self.attrs.rounds_bias:
+            return False
+        if self.slopes is not None or self.distance != 0 or not isinstance(self.bias, sympy.Symbol):
+            return self.slopes is not None or self.distance != 0 or self.bias != 0
+        return known_tensor(self.region.leaves[self.bias].node).dtype.itemsize > self.dtype.itemsize

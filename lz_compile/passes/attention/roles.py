@@ -18,11 +18,14 @@ from lz_compile.passes.attention.probabilities import Probabilities
 from lz_compile.passes.attention.scores import Scores
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
-from lz_compile.passes.formula.contraction import Factor
+from lz_compile.passes.formula.contraction import PRODUCTS, Factor
 from lz_compile.passes.formula.expressions import INFINITY, tidy
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import known_tensor
+from lz_compile.passes.graph.view import known_tensor, reached, read, tensor_operands
 from lz_compile.passes.masks import finite as masks_finite
+
+#: Calls behind which scores are none any more.
+_ENDS = PRODUCTS | {"softmax", "log_softmax"}
 
 
 def assign_roles(
@@ -73,6 +76,7 @@ def assign_roles(
         selects_masked=bool(keep.free_symbols & region.selecting),
         zeroes_nan=found.zero_rows,
         score_dtype=torch.promote_types(dtype, known_tensor(inner.leaf.node).dtype),
+        rounds_bias=(bias != 0 or inner.distance != 0) and _rounds_joined(inner.leaf.node, dtype),
     )
     output_gain = tidy(sympy.expand(gain * values.factor))
     floor = torch.finfo(torch.float32).min if inner.is_floored and bias != 0 else None
@@ -81,6 +85,18 @@ def assign_roles(
         output_dims, dtype, attrs, passed, floor, inner.fill or sympy.S.Zero,
         found.rounds_masked_rows or (found.is_exponential and not inner.is_shifted), distance=inner.distance,
     )  # fmt: skip
+
+
+def _rounds_joined(product: fx.Node, dtype: torch.dtype) -> bool:
+    """Whether all that scores are joined with, up to their softmax, gives that dtype: the source rounds a bias with them."""
+
+    def is_end(node: fx.Node) -> bool:
+        call = read(node)
+        return node is not product and (call is None or call.name in _ENDS)
+
+    found = reached([product], lambda node: () if is_end(node) else node.users)
+    joined = [node for node in found if not is_end(node) and (node is product or len(tensor_operands(node)) > 1)]
+    return all(known_tensor(node).dtype == dtype for node in joined)
 
 
 def _check_distances(found: Probabilities, inner: Scores, *, is_shift_free: bool) -> None:

@@ -40,6 +40,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "bool_mask": ("attn_mask",),
     "float_mask": ("attn_mask",),
     "bias_gradient": ("attn_mask",),
+    "wide_bias": ("attn_mask",),
     "dropout": ("dropout_p",),
     "alibi": _FIRST_FORM,
     "documents": _FIRST_FORM,

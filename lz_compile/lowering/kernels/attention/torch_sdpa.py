@@ -88,7 +88,7 @@ def _over(
         if is_one(merged.shape[-1]):
             merged = merged.expand(*merged.shape[:-1], key.shape[-2])
         merged = merged.contiguous() if merged.stride()[-1] != 1 else merged
-        if merged.dtype != torch.bool and attrs.score_dtype == dtype:
+        if merged.dtype != torch.bool and attrs.rounds_bias:
             merged = merged.to(dtype)
         elif merged.dtype not in (torch.bool, dtype):
             query, key, value = (each.to(merged.dtype) for each in (query, key, value))
