@@ -19,7 +19,7 @@ from lz_compile.ground.isolation import is_isolated
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.snapshot import Was
-from lz_compile.passes.graph.view import called, tensors_in
+from lz_compile.passes.graph.view import called, tensors_in, value_of
 from lz_compile.passes.proof.in_range import InRange
 
 SCAN = torch.ops.higher_order.scan
@@ -71,18 +71,20 @@ def run(
         Exception: what a call raises.
     """
     assert is_isolated(), "what is run in order to learn something is isolated from the program around"
-    found = dict(values)
-    with _watched(values):
-        for call in calls:
-            node = call.node if isinstance(call, Was) else call
+    found, calls = dict(values), list(calls)
+    nodes = [call.node if isinstance(call, Was) else call for call in calls]
+    with _watched(values, nodes):
+        for node, call in zip(nodes, calls, strict=True):
             if node not in found:
                 found[node] = _result(node, call, found, attribute, adapt)
     return found
 
 
-def _watched(values: Mapping[fx.Node, Any]) -> AbstractContextManager[Any]:
-    on_cpu = all(each.device.type == "cpu" for each in tensors_in(list(values.values())))
-    return nullcontext() if on_cpu else InRange()  # type: ignore[no-untyped-call]  # PyTorch's own
+def _watched(values: Mapping[fx.Node, Any], nodes: Sequence[fx.Node]) -> AbstractContextManager[Any]:
+    tensors = tensors_in([*values.values(), *(value_of(node) for node in nodes)])
+    if all(each.device.type == "cpu" for each in tensors):
+        return nullcontext()
+    return InRange()  # type: ignore[no-untyped-call]  # PyTorch's own
 
 
 def _result(
