@@ -40,6 +40,7 @@ class Program:
     def source(self) -> str:
         """The translation unit."""
         return f"""#include <cstdint>
+#include <memory>
 #include <type_traits>
 #include <vector>
 constexpr int kD = {self.head_dim}, kE = {self.value_dim};
