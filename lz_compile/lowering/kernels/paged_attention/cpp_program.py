@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 PAGED = """
-constexpr int kTile = 64, kPart = 512, kFew = 16, kAhead = 16, kLine = 64;
+constexpr int kTile = 64, kPart = 512, kMost = 16, kLeast = 4, kNear = 16384, kLine = 64;
 constexpr int kDV = (kD + kLanes - 1) / kLanes, kEV = (kE + kLanes - 1) / kLanes;
-constexpr int kDP = kDV * kLanes, kEP = kEV * kLanes;
+constexpr int kDP = kDV * kLanes, kEP = kEV * kLanes, kWide = kDP > kEP ? kDP : kEP;
 constexpr int kState = kEP + 2 * kLanes;  // sums of values, those of weights in lanes, the largest score
 constexpr int kTotal = kEP, kGreatest = kEP + kLanes;
 
@@ -47,45 +47,35 @@ INLINE void widen(const Stored* from, int64_t stride, float* to) {
 INLINE void places_of(const Stored* cache, const int64_t* stride, const Request& request, int64_t slots, int64_t begin,
                       const Stored** places) {
   const int64_t rest = request.length - begin;
-  const int count = int(rest < kTile + kAhead ? rest : kTile + kAhead);
+  const int count = int(rest < kTile + kMost ? rest : kTile + kMost);
   int64_t slot = begin % slots;
   const int32_t* block = request.row + begin / slots;
   for (int t = 0; t < count; slot = 0, ++block) {
     const Stored* place = cache + int64_t(*block) * stride[0] + slot * stride[1];
     for (; t < count && slot < slots; ++t, ++slot, place += stride[1]) places[t] = place;
   }
-  for (int t = count; t < kTile + kAhead; ++t) places[t] = places[count - 1];
+  for (int t = count; t < kTile + kMost; ++t) places[t] = places[count - 1];
 }
 
 // Where memory is asked for that is read later: a line for each that is read, since few can be under way at a time.
 struct Ahead {
-  const Stored* const* places;  // of the rows so many keys on; none: nobody asks
+  const Stored* const* places;  // of those rows; none: nobody asks
   int64_t first;
   INLINE_MEMBER void ask(int t, int d) const {
-    if (places && d * sizeof(Stored) % kLine == 0) __builtin_prefetch(places[t + kAhead] + first + d);
+    if (places && d * sizeof(Stored) % kLine == 0) __builtin_prefetch(places[t] + first + d);
   }
 };
 
-// Rows of a head: where they lie, or widened copies; zeros behind them.
-template <int kCount, int kPadded, class Row>
-INLINE void rows_of(const Stored* const* places, const int64_t* stride, int64_t head, int count, int padded, float* copies,
-                    const Row** rows) {
-  static const Row zeros[kPadded] = {};
-  const int64_t first = head * stride[2];
-  for (int t = 0; t < count; ++t) {
-    if (!copies) {
-      rows[t] = reinterpret_cast<const Row*>(places[t] + first);
-      continue;
-    }
-    widen<kCount, kPadded>(places[t] + first, stride[3], copies + t * kPadded);
-    rows[t] = reinterpret_cast<const Row*>(copies + t * kPadded);
-  }
-  for (int t = count; t < padded; ++t) rows[t] = zeros;
-}
+// Rows that a loop reads, one for each key: where they lie, or widened copies of them.
+template <class Row> struct Rows {
+  const Row* const* places;
+  int64_t first;
+  INLINE_MEMBER const Row* operator[](int t) const { return places[t] + first; }
+};
 
 // Scores of kRows queries with so many keys, a multiple of kLanes / kRows; each load of keys serves all rows.
 template <int kRows, class Row>
-static __attribute__((noinline)) void score(const float* queries, const Row* const* keys, Ahead ahead, int count, float cap,
+static __attribute__((noinline)) void score(const float* queries, Rows<Row> keys, Ahead ahead, int count, float cap,
                                             float* scores) {
   constexpr int kKeys = kLanes / kRows;
   for (int t = 0; t < count; t += kKeys) {
@@ -116,16 +106,17 @@ static __attribute__((noinline)) void score(const float* queries, const Row* con
 
 // Adds what weights take of values, kCount registers of columns of kRows rows.
 template <int kRows, int kCount, class Row>
-static __attribute__((noinline)) void add_columns(float* states, const float* weights, const Row* const* values, Ahead ahead,
+static __attribute__((noinline)) void add_columns(float* states, const float* weights, Rows<Row> values, Ahead ahead,
                                                   int column, int count) {
   Floats sum[kRows][kCount];
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int e = 0; e < kCount; ++e) sum[r][e] = load(states + r * kState + column + e * kLanes);
   }
   for (int t = 0; t < count; ++t) {
     const Row* value = values[t] + column;
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int e = 0; e < kCount; ++e) {
       const Floats x = floats_at(value + e * kLanes);
       ahead.ask(t, column + e * kLanes);
@@ -133,13 +124,15 @@ static __attribute__((noinline)) void add_columns(float* states, const float* we
       for (int r = 0; r < kRows; ++r) sum[r][e] += weights[r * kTile + t] * x;
     }
   }
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
     for (int e = 0; e < kCount; ++e) std::memcpy(states + r * kState + column + e * kLanes, &sum[r][e], sizeof(Floats));
   }
 }
 
 template <int kRows, class Row>
-INLINE void add_values(float* states, const float* weights, const Row* const* values, Ahead ahead, int count) {
+INLINE void add_values(float* states, const float* weights, Rows<Row> values, Ahead ahead, int count) {
   constexpr int kColumns = (kLanes == 16 ? 16 : 8) / kRows, kRest = kEV % kColumns;
   int e = 0;
   for (; e + kColumns <= kEV; e += kColumns) add_columns<kRows, kColumns>(states, weights, values, ahead, e * kLanes, count);
@@ -200,6 +193,13 @@ INLINE void in_rows(int64_t count, Function f) {
   if (row < count) f.template operator()<1>(row);
 }
 
+// How many keys are read at a time, and asked for ahead: as many as stay in the first cache beside queries and sums.
+INLINE int near_by(int64_t stride) {
+  int count = kMost;
+  while (count > kLeast && count * stride * int64_t(sizeof(Stored)) > kNear) count /= 2;
+  return count;
+}
+
 // Memory is read in the order in which it lies there, which processors expect: few keys of all heads, or, where a block has
 // one head after the other, all keys of a head. Copies are made where there is memory for them, and then Row is float.
 template <class Row>
@@ -207,9 +207,18 @@ static void compute(const Part& part, const Request& request, const Numbers& n, 
                     const Stored* value_cache, const float* queries, float cap, float* states, float* scores, float* copies) {
   const int64_t groups = n.heads / n.kv_heads, rows = request.queries * n.heads;
   const int least = kLanes / (groups % 4 == 0 ? 4 : groups % 2 == 0 ? 2 : 1);
-  const int key_step = n.key[1] < n.key[2] ? kTile : kFew, value_step = n.value[1] < n.value[2] ? kTile : kFew;
-  const Stored *places[kTile + kAhead];
-  const Row *keys[kTile], *values[kTile];
+  const int few = near_by(n.key[1]), value_ahead = near_by(n.value[1]), key_ahead = few < least ? least : few;
+  const int key_step = n.key[1] < n.key[2] ? kTile : key_ahead, value_step = n.value[1] < n.value[2] ? kTile : value_ahead;
+  const Stored *places[kTile + kMost];
+  const Row* copied[kTile];
+  for (int t = 0; t < kTile; ++t) copied[t] = reinterpret_cast<const Row*>(copies) + t * kWide;
+  auto rows_of = [&](int from, int64_t first, int count, int64_t stride, auto widened) -> Rows<Row> {
+    if constexpr (std::is_same_v<Row, Stored>) {
+      if (!copies) return {places + from, first};
+    }
+    for (int t = 0; t < count; ++t) widened(places[from + t] + first, stride, copies + t * kWide);
+    return {copied, 0};
+  };
   for (int64_t row = 0; row < rows; ++row) {
     float* state = states + row * kState;
     std::memset(state, 0, kState * sizeof(float));
@@ -229,13 +238,13 @@ static void compute(const Part& part, const Request& request, const Numbers& n, 
     for (int from = 0; from < count; from += key_step) {
       const int rest = count - from < key_step ? count - from : key_step, padded = (rest + least - 1) / least * least;
       for (int64_t head = 0; head < n.kv_heads; ++head) {
-        rows_of<kD, kDP>(places + from, n.key, head, rest, padded, copies, keys);
+        const Rows<Row> keys = rows_of(from, head * n.key[2], rest, n.key[3], widen<kD, kDP>);
         for (int64_t query = 0; query < request.queries; ++query) {
           if (!seen(query, from, from + rest, &low, &high)) continue;
           const int64_t first = query * n.heads + head * groups;
           const float* own = queries + (request.first_query * n.heads + first) * kDP;
           in_rows(groups, [&]<int kRows>(int64_t row) {
-            const Ahead ahead{query || row ? nullptr : places + from, head * n.key[2]};
+            const Ahead ahead{query || row ? nullptr : places + from + key_ahead, head * n.key[2]};
             score<kRows>(own + row * kDP, keys, ahead, padded, cap, scores + (first + row) * kTile + from);
           });
         }
@@ -251,14 +260,15 @@ static void compute(const Part& part, const Request& request, const Numbers& n, 
     for (int from = 0; from < count; from += value_step) {
       const int rest = count - from < value_step ? count - from : value_step;
       for (int64_t head = 0; head < n.kv_heads; ++head) {
-        rows_of<kE, kEP>(places + from, n.value, head, rest, rest, copies, values);
+        const Rows<Row> values = rows_of(from, head * n.value[2], rest, n.value[3], widen<kE, kEP>);
         for (int64_t query = 0; query < request.queries; ++query) {
           if (!seen(query, from, from + rest, &low, &high)) continue;
           const int64_t first = query * n.heads + head * groups;
           in_rows(groups, [&]<int kRows>(int64_t row) {
             const float* weights = scores + (first + row) * kTile + low;
-            const Ahead ahead{query || row ? nullptr : places + low, head * n.value[2]};
-            add_values<kRows>(states + (first + row) * kState, weights, values + (low - from), ahead, high - low);
+            const Ahead ahead{query || row ? nullptr : places + low + value_ahead, head * n.value[2]};
+            const Rows<Row> own{values.places + (low - from), values.first};
+            add_values<kRows>(states + (first + row) * kState, weights, own, ahead, high - low);
           });
         }
       }
@@ -350,7 +360,7 @@ extern "C" int32_t paged_attention(const void* const* operands, const int64_t* c
   const int64_t each = int64_t(parts.size()) / (8 * n.threads), chunk = each < 1 ? 1 : each < 4 ? each : 4;
 #pragma omp parallel num_threads(n.threads)
   {
-    const auto copies = lines(kTile * (kDP > kEP ? kDP : kEP)), scores = lines(most * n.heads * kTile);
+    const auto copies = lines(kTile * kWide), scores = lines(most * n.heads * kTile);
 #pragma omp for schedule(dynamic, chunk)
     for (int64_t p = 0; p < int64_t(parts.size()); ++p) {
       const Part& part = parts[p];
