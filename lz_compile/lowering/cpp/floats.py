@@ -60,17 +60,15 @@ template <int kDistance> INLINE Floats crossed(Floats x) {
 #endif
 }
 
-// Of all lanes.
-INLINE float largest(Floats x) {
-  Floats y = crossed<kLanes / 2>(x);
-  x = y > x ? y : x;
-  y = crossed<kLanes / 4>(x);
-  x = y > x ? y : x;
-  y = crossed<2>(x);
-  x = y > x ? y : x;
-  y = crossed<1>(x);
-  x = y > x ? y : x;
-  return x[0];
+// Of all lanes, halves against halves. A NaN may hide others.
+template <int kDistance = kLanes / 2> INLINE float largest(Floats x) {
+  const Floats other = crossed<kDistance>(x);
+  x = other > x ? other : x;
+  if constexpr (kDistance > 1) {
+    return largest<kDistance / 2>(x);
+  } else {
+    return x[0];
+  }
 }
 INLINE bool any(Ints x) {
   uint64_t parts[kLanes / 2], found = 0;

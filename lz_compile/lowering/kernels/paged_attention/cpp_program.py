@@ -9,11 +9,11 @@ constexpr int kDP = kDV * kLanes, kEP = kEV * kLanes, kWide = kDP > kEP ? kDP : 
 constexpr int kState = kEP + 2 * kLanes;  // sums of values, those of weights in lanes, the largest score
 constexpr int kTotal = kEP, kGreatest = kEP + kLanes;
 
-// Memory that no load of a register crosses a line of, unwritten.
+// Memory for so many floats, unwritten, in which no register crosses a line.
 struct alignas(kLine) Line {
   float numbers[kLine / 4];
 };
-INLINE std::unique_ptr<Line[]> lines(int64_t count) { return std::unique_ptr<Line[]>(new Line[count / 16 + 1]); }
+INLINE std::unique_ptr<Line[]> lines(int64_t count) { return std::unique_ptr<Line[]>(new Line[count * 4 / kLine + 1]); }
 
 // What faults are about, in the order of the op's operands.
 enum Fault : int32_t { kNone = 0, kTable = 1, kLengths = 2, kStarts = 3 };
@@ -43,7 +43,7 @@ INLINE void widen(const Stored* from, int64_t stride, float* to) {
   for (; j < kPadded; ++j) to[j] = 0.0f;
 }
 
-// Where the keys of a tile and those behind it lie in a cache, for the first head; the last one again where there are no more.
+// Where the keys of a tile and those behind it lie in a cache, for the first head; after the last one that again.
 INLINE void places_of(const Stored* cache, const int64_t* stride, const Request& request, int64_t slots, int64_t begin,
                       const Stored** places) {
   const int64_t rest = request.length - begin;
@@ -73,10 +73,12 @@ template <class Row> struct Rows {
   INLINE_MEMBER const Row* operator[](int t) const { return places[t] + first; }
 };
 
+// Loops over keys are functions of their own: inlined, compilers run out of registers and read queries anew for each key.
+#define LOOP static __attribute__((noinline))
+
 // Scores of kRows queries with so many keys, a multiple of kLanes / kRows; each load of keys serves all rows.
 template <int kRows, class Row>
-static __attribute__((noinline)) void score(const float* queries, Rows<Row> keys, Ahead ahead, int count, float cap,
-                                            float* scores) {
+LOOP void score(const float* queries, Rows<Row> keys, Ahead ahead, int count, float cap, float* scores) {
   constexpr int kKeys = kLanes / kRows;
   for (int t = 0; t < count; t += kKeys) {
     Floats part[kLanes];
@@ -106,8 +108,7 @@ static __attribute__((noinline)) void score(const float* queries, Rows<Row> keys
 
 // Adds what weights take of values, kCount registers of columns of kRows rows.
 template <int kRows, int kCount, class Row>
-static __attribute__((noinline)) void add_columns(float* states, const float* weights, Rows<Row> values, Ahead ahead,
-                                                  int column, int count) {
+LOOP void add_columns(float* states, const float* weights, Rows<Row> values, Ahead ahead, int column, int count) {
   Floats sum[kRows][kCount];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
