@@ -61,6 +61,7 @@ CASES = (
     Case(32, 2048, 8, 8, dims=32),
     Case(32, 2048, 8, 2, slots=1),
     Case(8, 4096, 32, 8, dims=128),
+    Case(8, 4096, 32, 8, dims=128, dtype=torch.bfloat16),
     Case(1, 8192, 8, 2),
     Case(4, 256, 8, 2),
 )

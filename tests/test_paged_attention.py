@@ -188,6 +188,19 @@ def test_kernels_give_what_the_definition_says(kernel, problem, window, softcap,
     assert_near(found, exact, x.query.dtype)
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "is_hnd"), [(8, 8, False), (24, 8, False), (16, 4, False), (16, 4, True)]
+)
+def test_keys_of_any_width_are_read_in_steps_that_leave_none_out(stored, heads, kv_heads, is_hnd):
+    """Few wide rows are read at a time, more narrow ones; of groups of three or one, never less than a register's lanes."""
+    sizes = {"heads": heads, "kv_heads": kv_heads, "dims": 128, "value_dims": 128, "is_hnd": is_hnd, "stored": stored}
+    x = Problem([67, 130, 3], [1, 1, 3], slots=16, dtype=stored, **sizes).operands()
+    for window in (None, 50):
+        attrs = attributes(x, window=window)
+        assert_near(KERNELS["lz.cpp_paged_attention"](x, attrs), truth(x, attrs), stored)
+
+
 def test_the_truth_of_these_tests_is_pytorchs_attention():
     x = Problem([33], [5], heads=4, kv_heads=2).operands()
     rows = x.block_table[0, :3].long()

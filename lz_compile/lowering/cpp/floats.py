@@ -60,11 +60,15 @@ template <int kDistance> INLINE Floats crossed(Floats x) {
 #endif
 }
 
-// Of all lanes.
-INLINE float largest(Floats x) {
-  float found = x[0];
-  for (int j = 1; j < kLanes; ++j) found = x[j] > found ? x[j] : found;
-  return found;
+// Of all lanes, halves against halves. A NaN may hide others.
+template <int kDistance = kLanes / 2> INLINE float largest(Floats x) {
+  const Floats other = crossed<kDistance>(x);
+  x = other > x ? other : x;
+  if constexpr (kDistance > 1) {
+    return largest<kDistance / 2>(x);
+  } else {
+    return x[0];
+  }
 }
 INLINE bool any(Ints x) {
   uint64_t parts[kLanes / 2], found = 0;
@@ -95,10 +99,13 @@ enum class E5M2 : uint8_t {};
 
 #if defined(__AVX512F__) && LANES == 16
 #define WIDENED(letter) return (Ints)_mm512_cvtep##letter##8_epi32(_mm_loadu_si128((const __m128i*)at));
+#define WIDENED_HALVES return (Floats)((Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)) << 16);
 #elif defined(__AVX2__) && LANES == 8
 #define WIDENED(letter) return (Ints)_mm256_cvtep##letter##8_epi32(_mm_loadl_epi64((const __m128i*)at));
+#define WIDENED_HALVES return (Floats)((Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)) << 16);
 #else
 #define WIDENED(letter)
+#define WIDENED_HALVES return load(at);
 #endif
 #define WHOLE(Element, letter)                     \\
   INLINE Ints whole(const Element* at) {           \\
@@ -129,7 +136,7 @@ template <int kMantissa, typename Int, typename Float> INLINE Float float8(Int b
 }
 
 INLINE Floats floats_at(const float* at) { return load(at); }
-INLINE Floats floats_at(const uint16_t* at) { return load(at); }
+INLINE Floats floats_at(const uint16_t* at) { WIDENED_HALVES }
 INLINE Floats floats_at(const int8_t* at) { return __builtin_convertvector(whole(at), Floats); }
 INLINE Floats floats_at(const uint8_t* at) { return __builtin_convertvector(whole(at), Floats); }
 INLINE Floats floats_at(const E4M3* at) { return float8<3>(whole(reinterpret_cast<const uint8_t*>(at)), Floats{}); }

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 PAGED = """
-constexpr int kTile = 32, kPart = 512, kFew = 8, kAhead = 16, kLine = 64;
+constexpr int kTile = 64, kPart = 512, kMost = 16, kLeast = 4, kNear = 16384, kLine = 64;
 constexpr int kDV = (kD + kLanes - 1) / kLanes, kEV = (kE + kLanes - 1) / kLanes;
-constexpr int kDP = kDV * kLanes, kEP = kEV * kLanes;
-constexpr int kState = kEP + kLanes;  // sums of values; then the largest score, and the sum of weights
+constexpr int kDP = kDV * kLanes, kEP = kEV * kLanes, kWide = kDP > kEP ? kDP : kEP;
+constexpr int kState = kEP + 2 * kLanes;  // sums of values, those of weights in lanes, the largest score
+constexpr int kTotal = kEP, kGreatest = kEP + kLanes;
+
+// Memory for so many floats, unwritten, in which no register crosses a line.
+struct alignas(kLine) Line {
+  float numbers[kLine / 4];
+};
+INLINE std::unique_ptr<Line[]> lines(int64_t count) { return std::unique_ptr<Line[]>(new Line[count * 4 / kLine + 1]); }
 
 // What faults are about, in the order of the op's operands.
 enum Fault : int32_t { kNone = 0, kTable = 1, kLengths = 2, kStarts = 3 };
@@ -36,47 +43,42 @@ INLINE void widen(const Stored* from, int64_t stride, float* to) {
   for (; j < kPadded; ++j) to[j] = 0.0f;
 }
 
-// Where the keys of a tile lie in a cache, for the first head.
+// Where the keys of a tile and those behind it lie in a cache, for the first head; after the last one that again.
 INLINE void places_of(const Stored* cache, const int64_t* stride, const Request& request, int64_t slots, int64_t begin,
-                      int count, const Stored** places) {
-  int64_t block = begin / slots, slot = begin % slots;
-  for (int t = 0; t < count; ++t, ++slot) {
-    if (slot == slots) slot = 0, ++block;
-    places[t] = cache + int64_t(request.row[block]) * stride[0] + slot * stride[1];
+                      const Stored** places) {
+  const int64_t rest = request.length - begin;
+  const int count = int(rest < kTile + kMost ? rest : kTile + kMost);
+  int64_t slot = begin % slots;
+  const int32_t* block = request.row + begin / slots;
+  for (int t = 0; t < count; slot = 0, ++block) {
+    const Stored* place = cache + int64_t(*block) * stride[0] + slot * stride[1];
+    for (; t < count && slot < slots; ++t, ++slot, place += stride[1]) places[t] = place;
   }
+  for (int t = count; t < kTile + kMost; ++t) places[t] = places[count - 1];
 }
 
-// Asks for the memory of rows before it is read: their blocks lie where processors expect nothing.
-template <int kCount>
-INLINE void ask_for(const Stored* const* places, const int64_t* stride, int64_t head, int count) {
-  constexpr int kBytes = kCount * int(sizeof(Stored));
-  for (int t = 0; t < count; ++t) {
-    const char* row = reinterpret_cast<const char*>(places[t] + head * stride[2]);
-#pragma GCC unroll 16
-    for (int byte = 0; byte < kBytes; byte += kLine) __builtin_prefetch(row + byte);
+// Where memory is asked for that is read later: a line for each that is read, since few can be under way at a time.
+struct Ahead {
+  const Stored* const* places;  // of those rows; none: nobody asks
+  int64_t first;
+  INLINE_MEMBER void ask(int t, int d) const {
+    if (places && d * sizeof(Stored) % kLine == 0) __builtin_prefetch(places[t] + first + d);
   }
-}
+};
 
-// Rows of a head: where they lie, or widened copies; zeros behind them.
-template <int kCount, int kPadded, class Row>
-INLINE void rows_of(const Stored* const* places, const int64_t* stride, int64_t head, int count, int padded, float* copies,
-                    const Row** rows) {
-  static const Row zeros[kPadded] = {};
-  const int64_t first = head * stride[2];
-  for (int t = 0; t < count; ++t) {
-    if (!copies) {
-      rows[t] = reinterpret_cast<const Row*>(places[t] + first);
-      continue;
-    }
-    widen<kCount, kPadded>(places[t] + first, stride[3], copies + t * kPadded);
-    rows[t] = reinterpret_cast<const Row*>(copies + t * kPadded);
-  }
-  for (int t = count; t < padded; ++t) rows[t] = zeros;
-}
+// Rows that a loop reads, one for each key: where they lie, or widened copies of them.
+template <class Row> struct Rows {
+  const Row* const* places;
+  int64_t first;
+  INLINE_MEMBER const Row* operator[](int t) const { return places[t] + first; }
+};
+
+// Loops over keys are functions of their own: inlined, compilers run out of registers and read queries anew for each key.
+#define LOOP static __attribute__((noinline))
 
 // Scores of kRows queries with so many keys, a multiple of kLanes / kRows; each load of keys serves all rows.
 template <int kRows, class Row>
-INLINE void score(const float* queries, const Row* const* keys, int count, float cap, float* scores) {
+LOOP void score(const float* queries, Rows<Row> keys, Ahead ahead, int count, float cap, float* scores) {
   constexpr int kKeys = kLanes / kRows;
   for (int t = 0; t < count; t += kKeys) {
     Floats part[kLanes];
@@ -90,6 +92,7 @@ INLINE void score(const float* queries, const Row* const* keys, int count, float
 #pragma GCC unroll 16
       for (int j = 0; j < kKeys; ++j) {
         const Floats key = floats_at(at[j] + d);
+        ahead.ask(t + j, d);
 #pragma GCC unroll 4
         for (int r = 0; r < kRows; ++r) part[r * kKeys + j] += query[r] * key;
       }
@@ -105,39 +108,36 @@ INLINE void score(const float* queries, const Row* const* keys, int count, float
 
 // Adds what weights take of values, kCount registers of columns of kRows rows.
 template <int kRows, int kCount, class Row>
-INLINE void add_columns(float* states, const float* weights, const Row* const* values, int column, int count) {
+LOOP void add_columns(float* states, const float* weights, Rows<Row> values, Ahead ahead, int column, int count) {
   Floats sum[kRows][kCount];
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int e = 0; e < kCount; ++e) sum[r][e] = load(states + r * kState + column + e * kLanes);
   }
   for (int t = 0; t < count; ++t) {
     const Row* value = values[t] + column;
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int e = 0; e < kCount; ++e) {
       const Floats x = floats_at(value + e * kLanes);
+      ahead.ask(t, column + e * kLanes);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; ++r) sum[r][e] += weights[r * kTile + t] * x;
     }
   }
+#pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 16
     for (int e = 0; e < kCount; ++e) std::memcpy(states + r * kState + column + e * kLanes, &sum[r][e], sizeof(Floats));
   }
 }
 
 template <int kRows, class Row>
-INLINE void add_values(float* states, const float* weights, const Row* const* values, int count) {
-  constexpr int kColumns = 8 / kRows, kRest = kEV % kColumns;
+INLINE void add_values(float* states, const float* weights, Rows<Row> values, Ahead ahead, int count) {
+  constexpr int kColumns = (kLanes == 16 ? 16 : 8) / kRows, kRest = kEV % kColumns;
   int e = 0;
-  for (; e + kColumns <= kEV; e += kColumns) add_columns<kRows, kColumns>(states, weights, values, e * kLanes, count);
-  if constexpr (kRest != 0) add_columns<kRows, kRest>(states, weights, values, e * kLanes, count);
-}
-
-INLINE float sum_of(Floats x) {
-  for (int width = kLanes / 2; width; width /= 2) {
-    for (int j = 0; j < width; ++j) x[j] += x[j + width];
-  }
-  return x[0];
+  for (; e + kColumns <= kEV; e += kColumns) add_columns<kRows, kColumns>(states, weights, values, ahead, e * kLanes, count);
+  if constexpr (kRest != 0) add_columns<kRows, kRest>(states, weights, values, ahead, e * kLanes, count);
 }
 
 // Scores as weights; what was summed up before is scaled to the greatest score so far. False where there is no weight.
@@ -149,8 +149,8 @@ INLINE bool weigh(float* state, float* scores, int first, int low, int high, int
     const Floats x = load(scores + t);
     most = x > most ? x : most;
   }
-  float& greatest = state[kEP];
-  float& total = state[kEP + 1];
+  float& greatest = state[kGreatest];
+  Floats total = load(state + kTotal);
   const float found = largest(most), before = greatest;
   if (found > before) {
     greatest = found;
@@ -159,17 +159,23 @@ INLINE bool weigh(float* state, float* scores, int first, int low, int high, int
     for (int e = 0; e < kEP; ++e) state[e] *= factor;
   }
   if (greatest == kNothing) {  // no weight at all, unless a score is NaN
-    for (int t = low; t < high; ++t) total += scores[t] == kNothing ? 0.0f : scores[t];
+    for (int t = low; t < high; ++t) state[kTotal] += scores[t] == kNothing ? 0.0f : scores[t];
     return false;
   }
-  Floats sum{};
   for (int t = first; t < last; t += kLanes) {
     const Floats w = exponential(load(scores + t) - greatest);
     std::memcpy(scores + t, &w, sizeof(w));
-    sum += w;
+    total += w;
   }
-  total += sum_of(sum);
+  std::memcpy(state + kTotal, &total, sizeof(total));
   return true;
+}
+
+INLINE float sum_of(Floats x) {
+  for (int width = kLanes / 2; width; width /= 2) {
+    for (int j = 0; j < width; ++j) x[j] += x[j + width];
+  }
+  return x[0];
 }
 
 // Where a query's keys begin and end.
@@ -188,6 +194,13 @@ INLINE void in_rows(int64_t count, Function f) {
   if (row < count) f.template operator()<1>(row);
 }
 
+// How many keys are read at a time, and asked for ahead: as many as stay in the first cache beside queries and sums.
+INLINE int near_by(int64_t stride) {
+  int count = kMost;
+  while (count > kLeast && count * stride * int64_t(sizeof(Stored)) > kNear) count /= 2;
+  return count;
+}
+
 // Memory is read in the order in which it lies there, which processors expect: few keys of all heads, or, where a block has
 // one head after the other, all keys of a head. Copies are made where there is memory for them, and then Row is float.
 template <class Row>
@@ -195,13 +208,22 @@ static void compute(const Part& part, const Request& request, const Numbers& n, 
                     const Stored* value_cache, const float* queries, float cap, float* states, float* scores, float* copies) {
   const int64_t groups = n.heads / n.kv_heads, rows = request.queries * n.heads;
   const int least = kLanes / (groups % 4 == 0 ? 4 : groups % 2 == 0 ? 2 : 1);
-  const int key_step = n.key[1] < n.key[2] ? kTile : least, value_step = n.value[1] < n.value[2] ? kTile : kFew;
-  const Stored *places[kTile + kAhead];
-  const Row *keys[kTile], *values[kTile];
+  const int few = near_by(n.key[1]), value_ahead = near_by(n.value[1]), key_ahead = few < least ? least : few;
+  const int key_step = n.key[1] < n.key[2] ? kTile : key_ahead, value_step = n.value[1] < n.value[2] ? kTile : value_ahead;
+  const Stored *places[kTile + kMost];
+  const Row* copied[kTile];
+  for (int t = 0; t < kTile; ++t) copied[t] = reinterpret_cast<const Row*>(copies) + t * kWide;
+  auto rows_of = [&](int from, int64_t first, int count, int64_t stride, auto widened) -> Rows<Row> {
+    if constexpr (std::is_same_v<Row, Stored>) {
+      if (!copies) return {places + from, first};
+    }
+    for (int t = 0; t < count; ++t) widened(places[from + t] + first, stride, copies + t * kWide);
+    return {copied, 0};
+  };
   for (int64_t row = 0; row < rows; ++row) {
     float* state = states + row * kState;
     std::memset(state, 0, kState * sizeof(float));
-    state[kEP] = kNothing;
+    state[kGreatest] = kNothing;
   }
   for (int64_t begin = part.begin; begin < part.end; begin += kTile) {
     const int count = int(part.end - begin < kTile ? part.end - begin : kTile);
@@ -212,20 +234,19 @@ static void compute(const Part& part, const Request& request, const Numbers& n, 
       *high = int(last - begin < to ? last - begin : to);
       return *low < *high;
     };
-    const int known = int(request.length - begin < kTile + kAhead ? request.length - begin : kTile + kAhead);
     int low, high;
-    places_of(key_cache, n.key, request, n.slots, begin, known, places);
+    places_of(key_cache, n.key, request, n.slots, begin, places);
     for (int from = 0; from < count; from += key_step) {
       const int rest = count - from < key_step ? count - from : key_step, padded = (rest + least - 1) / least * least;
       for (int64_t head = 0; head < n.kv_heads; ++head) {
-        rows_of<kD, kDP>(places + from, n.key, head, rest, padded, copies, keys);
-        if (from + kAhead + rest <= known) ask_for<kD>(places + from + kAhead, n.key, head, rest);
+        const Rows<Row> keys = rows_of(from, head * n.key[2], rest, n.key[3], widen<kD, kDP>);
         for (int64_t query = 0; query < request.queries; ++query) {
           if (!seen(query, from, from + rest, &low, &high)) continue;
           const int64_t first = query * n.heads + head * groups;
           const float* own = queries + (request.first_query * n.heads + first) * kDP;
           in_rows(groups, [&]<int kRows>(int64_t row) {
-            score<kRows>(own + row * kDP, keys, padded, cap, scores + (first + row) * kTile + from);
+            const Ahead ahead{query || row ? nullptr : places + from + key_ahead, head * n.key[2]};
+            score<kRows>(own + row * kDP, keys, ahead, padded, cap, scores + (first + row) * kTile + from);
           });
         }
       }
@@ -236,18 +257,19 @@ static void compute(const Part& part, const Request& request, const Numbers& n, 
       const int first = low / kLanes * kLanes, last = (high + kLanes - 1) / kLanes * kLanes;
       if (!weigh(states + row * kState, weights, first, low, high, last)) std::memset(weights, 0, kTile * sizeof(float));
     }
-    places_of(value_cache, n.value, request, n.slots, begin, known, places);
+    places_of(value_cache, n.value, request, n.slots, begin, places);
     for (int from = 0; from < count; from += value_step) {
       const int rest = count - from < value_step ? count - from : value_step;
       for (int64_t head = 0; head < n.kv_heads; ++head) {
-        rows_of<kE, kEP>(places + from, n.value, head, rest, rest, copies, values);
-        if (from + kAhead + rest <= known) ask_for<kE>(places + from + kAhead, n.value, head, rest);
+        const Rows<Row> values = rows_of(from, head * n.value[2], rest, n.value[3], widen<kE, kEP>);
         for (int64_t query = 0; query < request.queries; ++query) {
           if (!seen(query, from, from + rest, &low, &high)) continue;
           const int64_t first = query * n.heads + head * groups;
           in_rows(groups, [&]<int kRows>(int64_t row) {
             const float* weights = scores + (first + row) * kTile + low;
-            add_values<kRows>(states + (first + row) * kState, weights, values + (low - from), high - low);
+            const Ahead ahead{query || row ? nullptr : places + low + value_ahead, head * n.value[2]};
+            const Rows<Row> own{values.places + (low - from), values.first};
+            add_values<kRows>(states + (first + row) * kState, weights, own, ahead, high - low);
           });
         }
       }
@@ -328,17 +350,18 @@ extern "C" int32_t paged_attention(const void* const* operands, const int64_t* c
   }
   first_part[n.requests] = int64_t(parts.size());
 
-  std::vector<float> states(size), queries(n.tokens * n.heads * kDP, 0.0f);
+  const auto held_states = lines(size), held_queries = lines(n.tokens * n.heads * kDP);
+  float *states = held_states[0].numbers, *queries = held_queries[0].numbers;
   for (int64_t row = 0; row < n.tokens * n.heads; ++row) {
     const int64_t head = row % n.heads / groups;
     const float scale = float(shares[0] * (key_scale ? key_scale[head] : 1.0f));
-    for (int d = 0; d < kD; ++d) queries[row * kDP + d] = given[row * kD + d] * scale;
+    for (int d = 0; d < kDP; ++d) queries[row * kDP + d] = d < kD ? given[row * kD + d] * scale : 0.0f;
   }
   const bool is_dense = kD == kDP && kE == kEP && n.key[3] == 1 && n.value[3] == 1;
   const int64_t each = int64_t(parts.size()) / (8 * n.threads), chunk = each < 1 ? 1 : each < 4 ? each : 4;
 #pragma omp parallel num_threads(n.threads)
   {
-    std::vector<float> memory(kTile * (kDP > kEP ? kDP : kEP)), scores(most * n.heads * kTile);
+    const auto copies = lines(kTile * kWide), scores = lines(most * n.heads * kTile);
 #pragma omp for schedule(dynamic, chunk)
     for (int64_t p = 0; p < int64_t(parts.size()); ++p) {
       const Part& part = parts[p];
@@ -346,8 +369,8 @@ extern "C" int32_t paged_attention(const void* const* operands, const int64_t* c
       // Numbers are widened as they are read, or once, where many rows read them.
       const bool in_place = is_dense && (sizeof(Stored) == 4 || request.queries * groups <= 8);
       const auto run = in_place ? compute<Stored> : compute<float>;
-      run(part, request, n, key_cache, value_cache, queries.data(), float(shares[1]), states.data() + part.state,
-          scores.data(), in_place ? nullptr : memory.data());
+      run(part, request, n, key_cache, value_cache, queries, float(shares[1]), states + part.state, scores[0].numbers,
+          in_place ? nullptr : copies[0].numbers);
     }
 #pragma omp for schedule(static)
     for (int64_t r = 0; r < n.requests; ++r) {
@@ -361,16 +384,17 @@ extern "C" int32_t paged_attention(const void* const* operands, const int64_t* c
         if (low >= high) continue;
         float greatest = sinks ? sinks[head] : kNothing;
         for (int64_t p = first; p < last; ++p) {
-          const float largest = states[parts[p].state + row * kState + kEP];
+          const float largest = states[parts[p].state + row * kState + kGreatest];
           greatest = largest > greatest ? largest : greatest;
         }
         float total = sinks ? std::exp(sinks[head] - greatest) : 0.0f;
         float sum[kEP] = {};
         for (int64_t p = first; p < last; ++p) {
-          const float* state = states.data() + parts[p].state + row * kState;
-          if (state[kEP + 1] == 0.0f) continue;  // it saw none of these keys
-          const float factor = std::exp(state[kEP] - greatest);
-          total += factor * state[kEP + 1];
+          const float* state = states + parts[p].state + row * kState;
+          const float own = sum_of(load(state + kTotal));
+          if (own == 0.0f) continue;  // it saw none of these keys
+          const float factor = std::exp(state[kGreatest] - greatest);
+          total += factor * own;
           for (int e = 0; e < kEP; ++e) sum[e] += factor * state[e];
         }
         const float share = (value_scale ? value_scale[head / groups] : 1.0f) / total;

@@ -1,9 +1,10 @@
 """C++ that reads the blocks of a cache where they lie.
 
 The keys of a request are split into parts, which threads share. A part goes over its keys in tiles: scores of few keys of
-all heads at a time, as they lie in memory, a softmax that is corrected from tile to tile, values in the same order. Parts are
-joined at last. How requests are split depends on their own length alone, so that the bits of a result depend neither on the
-other requests nor on the number of threads.
+all heads at a time, as they lie in memory, a softmax that is corrected from tile to tile, values in the same order. With each
+line that is read, the same one a step on is asked for: asked for in bursts, or further ahead than the first cache holds, it
+comes late. Parts are joined at last. How requests are split depends on their own length alone, so that the bits of a result
+depend neither on the other requests nor on the number of threads.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Program:
     def source(self) -> str:
         """The translation unit."""
         return f"""#include <cstdint>
+#include <memory>
 #include <type_traits>
 #include <vector>
 constexpr int kD = {self.head_dim}, kE = {self.value_dim};
