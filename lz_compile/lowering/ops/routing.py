@@ -122,6 +122,8 @@ class RoutingFacts:
     has_record: bool = False
 
 
+#: By the names that descriptors use, in the order of the letters ``G S D E R Q``.
+SIZES = ("num_rollouts", "rollout_length", "in_features", "out_features", "rank", "quarantine_rank")
 #: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
 SHAPES: Mapping[str, str] = {
     "x": "G|1 S D",
@@ -317,7 +319,7 @@ def _written(attrs: RoutingAttrs) -> Callable[..., torch.Tensor]:
 @sampler("grad")
 def sample(asked: Asked) -> Sample:
     """A problem of given sizes with random inputs."""
-    (rollouts, length, wide, out, rank, few), variant, dtype = asked.of(*_SIZES), asked.variant, asked.dtype
+    (rollouts, length, wide, out, rank, few), variant, dtype = asked.of(*SIZES), asked.variant, asked.dtype
     inputs = [
         asked.random(rollouts, length, wide),
         asked.random(rank, wide, seeks=False, scale=wide**-0.5),
@@ -337,6 +339,3 @@ def sample(asked: Asked) -> Sample:
         return Operands(*given[: 6 if variant == "none" else 7])  # type: ignore[arg-type]  # the first seven are tensors
 
     return Sample(tuple(inputs), attrs, facts, canonical, _written(attrs))
-
-
-_SIZES = ("num_rollouts", "rollout_length", "in_features", "out_features", "rank", "quarantine_rank")
