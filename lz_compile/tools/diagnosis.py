@@ -142,7 +142,7 @@ def doctor(print_report: bool = True, *, retry: bool = False) -> DoctorReport:
     subjects: tuple[Callable[[], Iterable[Issue]], ...] = (
         partial(about_configuration, configuration),
         partial(_about_compilers, found.compilers, device),
-        partial(_about_events, happened),
+        partial(about_events, happened),
         partial(_about_kernels, found.kernels),
         partial(about_libraries, found.libraries),
         partial(about_caches, found.caches),
@@ -209,7 +209,8 @@ _ADVICE: Mapping[str, str] = {
 }
 
 
-def _about_events(happened: Iterable[Event]) -> Iterator[Issue]:
+def about_events(happened: Iterable[Event]) -> Iterator[Issue]:
+    """What went wrong while descriptors and plugins were read."""
     yield from (Issue(event.code, event.message, _ADVICE.get(event.code, "See the message.")) for event in happened)
 
 

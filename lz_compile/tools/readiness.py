@@ -86,7 +86,11 @@ def readiness_check(
     configuration = installation.configuration()
     return ReadinessReport(
         (
-            *_capabilities(),
+            _of(
+                "capabilities",
+                diagnosis.about_events(installation.read_again()),
+                "every descriptor and plugin is valid",
+            ),
             *_policy(configuration),
             *_kernels(configuration, device),
             *_locks(configuration, device),
@@ -108,15 +112,6 @@ def readiness_check(
 def _check(name: str, problems: Sequence[str], otherwise: str, advice: str, status: Status = "fail") -> Check:
     """All problems in one text and what to do, or what is told where there is none."""
     return Check(name, status, "; ".join(problems), advice) if problems else Check(name, "pass", otherwise)
-
-
-def _capabilities() -> Iterator[Check]:
-    count, errors = installation.broken_descriptors()
-    told = {"CAPABILITIES_SCHEMA_MISMATCH"} if errors else set()
-    happened = [event.message for event in installation.read_again() if event.code not in told]
-    problems = list(dict.fromkeys([*map(str, errors), *happened]))
-    advice = "Correct the descriptor, or update the plugin; its kernels are disabled until then."
-    yield _check("capabilities", problems, f"{count} descriptors and every plugin are valid", advice)
 
 
 def _of(name: str, issues: Iterable[Issue], otherwise: str) -> Check:
