@@ -6,7 +6,6 @@ The variable must be set before Triton is imported, by anything; so test_triton_
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
@@ -14,12 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scan_kernel_problems import PROBLEMS, Problem, assert_near, exactly, with_gradients
 from tiers import examples
-from torch import Tensor
 
 from benchmarks.scan_accuracy import DECAYS, Case, errors
 from lz_compile.ground import health
 from lz_compile.lowering.attributes import encode
-from lz_compile.lowering.kernels.scan import triton_chunks as scan_chunks
 from lz_compile.lowering.kernels.scan import triton_scan
 from lz_compile.lowering.kernels.scan.triton_source import Scan
 from lz_compile.lowering.ops.scan import sizes_of
@@ -50,20 +47,15 @@ _STEPPED = (
     "erasing_under_column_decays", "erasing_under_element_decays", "one_step", "dropping", "dropping_what_was_read",
     "dropping_what_is_erased",
 )  # fmt: skip
-_IN_CHUNKS = (
-    "kda_shared_keys", "delta_rule", "two_erasing_updates_one_decay", "erasing_with_a_summand", "retention",
-    "linear_attention", "no_input", "average_before", "one_step",
-)  # fmt: skip
 
 
 def test_kda_shared_keys_are_computed_in_float32_under_autocast():
     problem = small(PROBLEMS["kda_shared_keys"], 8)
     operands, attrs = problem.operands(torch.float32), problem.attrs(torch.float32)
     exact = exactly(operands, attrs)
-    for scan in (triton_scan.scan, partial(triton_scan.chunked_scan, chunk=4)):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            found = with_gradients(scan, operands, attrs)
-        assert_near(found, exact, 1e-5)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = with_gradients(triton_scan.scan, operands, attrs)
+    assert_near(found, exact, 1e-5)
 
 
 @pytest.mark.parametrize("case", _STEPPED)
@@ -71,14 +63,6 @@ def test_steps_are_the_references_with_gradients(case):
     problem = small(PROBLEMS[case])
     operands, attrs = problem.operands(), problem.attrs()
     assert_near(with_gradients(triton_scan.scan, operands, attrs), exactly(operands, attrs), 1e-9)
-
-
-@pytest.mark.parametrize("case", _IN_CHUNKS)
-def test_chunks_are_the_references_with_gradients(case):
-    problem = small(PROBLEMS[case], 11)
-    operands, attrs = problem.operands(), problem.attrs()
-    found = with_gradients(partial(triton_scan.chunked_scan, chunk=4), operands, attrs)
-    assert_near(found, exactly(operands, attrs), 1e-9)
 
 
 @given(
@@ -107,22 +91,20 @@ def test_steps_are_the_references_for_any_tile_and_span(tile, span, **form):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
-@pytest.mark.parametrize("scan", [triton_scan.scan, triton_scan.chunked_scan], ids=["steps", "chunks"])
-def test_operands_of_every_dtype_are_computed_in_float32(scan, dtype):
+def test_operands_of_every_dtype_are_computed_in_float32(dtype):
     problem = small(PROBLEMS["kda"], 6)
     operands = problem.operands(dtype)
     attrs = replace(problem.attrs(dtype), state_dtype=torch.float32)
-    found = with_gradients(scan, operands, attrs)
+    found = with_gradients(triton_scan.scan, operands, attrs)
     assert (found["reads"].dtype, found["last"].dtype) == (dtype, torch.float32)
     assert all(found[f"of_{name}"].dtype == dtype for name in operands.given())
     assert_near(found, exactly(operands, attrs), TOLERANCE[dtype])
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@pytest.mark.parametrize("scan", [triton_scan.scan, triton_scan.chunked_scan], ids=["steps", "chunks"])
-def test_no_decay_costs_digits(scan, decay):
-    case = Case("kda", decay, length=20 if scan is triton_scan.scan else 70, heads=1, key_dim=4, value_dim=4)
-    found = errors(scan, case, torch.float32, torch.device("cpu"))
+def test_no_decay_costs_digits(decay):
+    case = Case("kda", decay, length=20, heads=1, key_dim=4, value_dim=4)
+    found = errors(triton_scan.scan, case, torch.float32, torch.device("cpu"))
     assert max(found.values()) < 5e-6, found
 
 
@@ -133,34 +115,6 @@ def test_the_same_inputs_give_the_same_bits():
     gradients = [torch.randn_like(each) for each in scan.forward()]
     first, second = (scan.backward(*gradients) for _ in range(2))
     assert all(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize("has_total", [False, True])
-@pytest.mark.parametrize("erases", [False, True])
-def test_gradients_from_chunk_to_chunk_are_those_of_differences(erases, has_total):
-    total = torch.rand(1, 2, 3, 1 if erases else 2, dtype=torch.float64) if has_total else None
-    writes, eraser = torch.randn(2, 1, 2, 3, 4, 2, dtype=torch.float64)
-    updates, state = torch.randn(1, 2, 3, 4, 3, dtype=torch.float64), torch.randn(1, 2, 2, 3, dtype=torch.float64)
-    given = [total, writes, eraser if erases else None, updates, state]
-    leaves = [None if each is None else each.requires_grad_() for each in given]
-    states = _loop(*leaves)
-    torch.testing.assert_close(scan_chunks.states(*(None if x is None else x.detach() for x in leaves)), states)
-    gradient = torch.randn_like(states)
-    expected = torch.autograd.grad(states, [each for each in leaves if each is not None], gradient)
-    detached = [None if each is None else each.detach() for each in leaves]
-    found = [each for each in scan_chunks.gradients(gradient, *detached) if each is not None]
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)
-
-
-def _loop(total, writes, erases, updates, state) -> Tensor:
-    states = [state]
-    for index in range(writes.shape[2]):
-        written = updates[:, :, index] if erases is None else updates[:, :, index] - erases[:, :, index] @ state
-        kept = state if total is None else state * total[:, :, index].unsqueeze(-1)
-        state = kept + writes[:, :, index].mT @ written
-        states.append(state)
-    return torch.stack(states, 2)
 
 
 def test_a_batch_without_elements_is_no_error():
@@ -176,7 +130,4 @@ def test_an_operator_is_what_pytorch_asks_of_one():
     assert sizes_of(operands).length == 2
     given = (*operands.flat(), encode(attrs))
     results = torch.library.opcheck(torch.ops.layerzero.triton_scan.default, given)
-    assert set(results.values()) == {"SUCCESS"}, results
-    operands = (torch.rand(1, 1, 2, 3), *torch.randn(3, 1, 1, 2, 4, 3), torch.randn(1, 1, 3, 3))
-    results = torch.library.opcheck(torch.ops.layerzero.triton_scan_chunks.default, operands)
     assert set(results.values()) == {"SUCCESS"}, results

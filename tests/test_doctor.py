@@ -168,7 +168,7 @@ def test_a_retired_kernel_is_an_issue_with_its_failure():
     try:
         report = doctor(False)
         assert "torch.sdpa is retired: RuntimeError: planted" in issues(report)["KERNEL_RETIRED"]
-        assert checks(readiness_check())["retired kernels"] == ("fail", "torch.sdpa: RuntimeError: planted")
+        assert checks(readiness_check())["retired kernels"] == ("fail", "torch.sdpa is retired: RuntimeError: planted")
     finally:
         health.restore("torch.sdpa")
 
@@ -297,7 +297,7 @@ def test_what_this_process_knows_of_versions_is_there_to_be_compared_between_ran
 def test_a_library_that_cannot_be_imported_warns(monkeypatch):
     broken = installation.Library("some-lib", "m", "1.0", "", "2", "3", "hangs", "20 s", 20.0, ("k",))
     monkeypatch.setattr(installation, "installed_libraries", lambda **_: [broken])
-    assert checks(readiness_check())["libraries"] == ("warn", "some-lib 1.0 hangs (20 s)")
+    assert checks(readiness_check())["libraries"] == ("warn", "importing m with some-lib 1.0 hangs: 20 s")
 
 
 def test_readiness_is_json_and_fits_100_columns():

@@ -242,6 +242,20 @@ def test_what_overwrites_a_sum_after_its_norm_overwrites_the_kernels() -> None:
     assert kernels(backend, "norm") == [RESIDUAL], backend.why_not()
 
 
+def test_a_sum_in_place_of_what_the_graph_made_is_a_value_and_the_kernels() -> None:
+    def model(x: Tensor, r: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        h = x * 2
+        h += r
+        return rms(h, weight), h
+
+    inputs = [each.detach() for each in operands()]
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"norm": RESIDUAL})
+    got = torch.compile(model, backend=backend, fullgraph=True)(*inputs)
+    torch.testing.assert_close(got, model(*inputs))
+    assert kernels(backend, "norm") == [RESIDUAL], backend.why_not()
+
+
 def test_what_is_overwritten_between_the_sum_and_the_norm_is_read_afterwards() -> None:
     def model(x: Tensor, r: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         h = x + r

@@ -400,24 +400,24 @@ def test_inlining_twice_changes_nothing():
 
 @pytest.fixture
 def wrong_body(monkeypatch):
-    """A spelling that is one percent off."""
-    right = BODIES[F.multi_head_attention_forward]
+    """A spelling of the fast path that is one percent off."""
+    right = BODIES[torch._transformer_encoder_layer_fwd]
 
     @functools.wraps(right)
     def wrong(*args, **kwargs):
         return right(*args, **kwargs) * 1.01
 
-    monkeypatch.setitem(BODIES, F.multi_head_attention_forward, wrong)
+    monkeypatch.setitem(BODIES, torch._transformer_encoder_layer_fwd, wrong)
     _difference.cache_clear()
     yield
     _difference.cache_clear()
 
 
+@traces_the_fast_path
 @pytest.mark.usefixtures("wrong_body")
 def test_a_wrong_spelling_is_an_event_and_changes_nothing():
-    x = tokens()
-    with events.collect() as seen:
-        expected, given, recorder = run(attention(), x, x, x)
+    with events.collect() as seen, torch.no_grad():
+        expected, given, recorder = run(encoder_layer().eval(), tokens(batch_first=True))
     torch.testing.assert_close(given, expected)
     assert len(recorder.calls_left) == 1
     assert not recorder.targets("linear"), "what was emitted is erased again"
@@ -425,6 +425,7 @@ def test_a_wrong_spelling_is_an_event_and_changes_nothing():
     assert "the output in torch.float64 is off by" in seen[0].message
 
 
+@traces_the_fast_path
 @pytest.mark.usefixtures("wrong_body")
 def test_a_wrong_spelling_raises_if_strict():
     def backend(module, _inputs):
@@ -432,9 +433,9 @@ def test_a_wrong_spelling_raises_if_strict():
             inline(module.graph, strict=True)
         return module.forward
 
-    x = tokens()
     torch._dynamo.reset()
-    torch.compile(attention(), backend=backend)(x, x, x)
+    with torch.no_grad():
+        torch.compile(encoder_layer().eval(), backend=backend)(tokens(batch_first=True))
 
 
 def test_a_torch_that_is_written_otherwise_costs_the_spelling_and_not_the_import(monkeypatch):
@@ -460,11 +461,13 @@ def test_a_torch_that_is_written_otherwise_costs_the_spelling_and_not_the_import
     assert [event.code for event in seen] == ["INLINE_FAILED"]
 
 
+@traces_the_fast_path
 def test_a_structure_is_proven_once():
     _difference.cache_clear()
-    model = nn.TransformerEncoder(encoder_layer(), 4, enable_nested_tensor=False).train()
-    check(model, tokens(batch_first=True), count=4)
-    assert _difference.cache_info().misses == 2, "the first layer's input wants no gradient"
+    model = nn.TransformerEncoder(encoder_layer(), 4, enable_nested_tensor=False).eval()
+    with torch.no_grad():
+        check(model, tokens(batch_first=True), count=4)
+    assert _difference.cache_info().misses == 1
 
 
 def test_a_module_that_forms_its_weights_is_spelled_out_at_dynamic_sizes():

@@ -44,12 +44,10 @@ OURS: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
 #: What appends nodes that no CPU can run, by the operator among them.
 LAUNCHED = {
     "lz.triton_scan": torch.ops.layerzero.triton_scan.default,
-    "lz.triton_chunked_scan": torch.ops.layerzero.triton_scan_chunks.default,
 }
 EMITTED: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
     **OURS,
     "lz.triton_scan": (triton_scan.scan, {}),
-    "lz.triton_chunked_scan": (triton_scan.chunked_scan, {"chunk": 4}),
 }
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
 
@@ -278,7 +276,6 @@ def test_a_kernel_appends_nodes_that_compute_what_it_does(name, case):
         ("lz.associative_scan", "mamba_1"),
         ("lz.associative_matrix_scan", "kda"),
         ("lz.triton_scan", "kda"),
-        ("lz.triton_chunked_scan", "kda"),
     ],
 )
 def test_batch_and_heads_may_be_symbolic(name, case):
@@ -301,7 +298,7 @@ def test_every_size_may_be_symbolic_for_a_kernel_that_looks_at_sizes_when_it_run
     assert not any(str(size).isdigit() for size in last)
     found = {name: {each for each in spec.supports if "symbolic" in each} for name, spec in kernels("scan").items()}
     assert found["lz.triton_scan"] == found["lz.rolled_scan"] == {"symbolic_length", "symbolic_widths"}
-    assert not any(found[name] for name in (*OURS, "lz.triton_chunked_scan"))
+    assert not any(found[name] for name in OURS)
 
 
 def test_a_symbolic_length_is_refused():

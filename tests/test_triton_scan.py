@@ -23,10 +23,6 @@ from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem.context import of_facts
 from tests.scan_kernel_problems import PROBLEMS, assert_near, exactly, missing, with_gradients
 
-KERNELS = {"lz.triton_scan": triton_scan.scan, "lz.triton_chunked_scan": triton_scan.chunked_scan}
-for_every_kernel = pytest.mark.parametrize("name", KERNELS)
-
-
 # ---- for GPUs --------------------------------------------------------------------------------------------------------
 
 _STEP = {
@@ -39,10 +35,6 @@ _FULL = {
 _CHANNELS = {
     **_STEP, "DROPS": True, "DECAY_K": False, "RANK": 0, "HAS_DRIVE": True, "DRIVE_V": True, "ROWS": 1, "BLOCK": 128,
 }  # fmt: skip
-_PASS = {
-    "HAS_TOTAL": True, "TOTAL_K": True, "HAS_READING": True, "HAS_WRITTEN": True, "IS_BACK": False,
-    "PRECISION": "tf32", "TOKENS": 64, "ROWS": 64, "BLOCK": 32,
-}  # fmt: skip
 _FORWARD, _BACKWARD = ("x" * 9 + "i" * 38, "x" * 9 + "w" * 9 + "i" * 38)
 #: Kernel: its module, the types of its arguments (``x`` a tensor, ``w`` one in the wide dtype, ``i`` a size), and constants.
 _COMPILED: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -52,14 +44,6 @@ _COMPILED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "everything.backward": ("scan.triton_kernels", _BACKWARD, {**_FULL, "SPAN": 32}),
     "channels.forward": ("scan.triton_kernels", _FORWARD, _CHANNELS),
     "channels.backward": ("scan.triton_kernels", _BACKWARD, {**_CHANNELS, "SPAN": 32}),
-    "chunks.pass_on": ("scan.triton_chunks", "wwwwwiiii", _PASS),
-    "gradients.pass_on": ("scan.triton_chunks", "wwwwwiiii", {**_PASS, "HAS_WRITTEN": False, "IS_BACK": True}),
-    "diagonal.pass_on": ("scan.triton_chunks", "wwwwwiiii", {**_PASS, "HAS_READING": False, "PRECISION": "ieee"}),
-    "diagonal_gradients.pass_on": (
-        "scan.triton_chunks",
-        "wwwwwiiii",
-        {**_PASS, "HAS_READING": False, "HAS_WRITTEN": False, "IS_BACK": True, "TOTAL_K": False},
-    ),
 }
 
 
@@ -87,8 +71,6 @@ def test_a_kernel_compiles_for_a_gpu(name, backend, arch, warp, dtype):
     module, types, constants = _COMPILED[name]
     kernel = getattr(importlib.import_module(f"lz_compile.lowering.kernels.{module}"), name.rpartition(".")[2])
     constants = {**constants, "WIDE": tl.float64 if dtype == "fp64" else tl.float32}
-    if dtype == "fp64" and "PRECISION" in constants:
-        constants["PRECISION"] = "ieee"
     kinds = {"x": f"*{dtype}", "w": "*fp64" if dtype == "fp64" else "*fp32", "i": "i32"}
     given = iter(types)
     signature = {each: "constexpr" if each in constants else kinds[next(given)] for each in kernel.arg_names}
@@ -107,7 +89,7 @@ H100 = Hardware("cuda", "NVIDIA H100", 90, "hopper", 4, frozenset(), 0)
 @pytest.mark.usefixtures("no_preference")
 @pytest.mark.parametrize(("length", "variant", "expected"), [
     (64, "delta", "lz.triton_scan"), (64, "diagonal", "lz.triton_scan"), (512, "delta", "lz.triton_scan"),
-    (2048, "delta", "lz.triton_chunked_scan"), (2048, "diagonal", "lz.triton_chunked_scan"),
+    (2048, "delta", "lz.chunked_scan"), (2048, "diagonal", "lz.chunked_scan"),
 ])  # fmt: skip
 def test_on_a_gpu_what_was_measured_decides_and_unrolled_steps_lose(length, variant, expected):
     sizes = {"batch_size": 1, "num_heads": 2, "length": length, "key_dim": 8, "value_dim": 8, "rank": 1, "reads": 1}
@@ -127,21 +109,18 @@ def _restored() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_restored")
 @pytest.mark.parametrize("case", ["kda", "mamba_1"])
-@for_every_kernel
-def test_a_kernel_that_cannot_be_launched_is_completed_by_pytorch_and_retired(name, case):
+def test_a_kernel_that_cannot_be_launched_is_completed_by_pytorch_and_retired(case):
     if os.environ.get("TRITON_INTERPRET") == "1":
         pytest.skip("needs Triton without its interpreter: unset TRITON_INTERPRET")
-    if case == "mamba_1" and name == "lz.triton_chunked_scan":
-        return
     problem = PROBLEMS[case]
     operands, attrs = problem.operands(), problem.attrs()
     with events.collect() as happened:
-        found = KERNELS[name](operands, attrs)
+        found = triton_scan.scan(operands, attrs)
     exact = exactly(operands, attrs)
     assert_near(
         dict(zip(("reads", "last"), found, strict=True)), {each: exact[each] for each in ("reads", "last")}, 1e-9
     )
-    assert health.retired(name)
+    assert health.retired("lz.triton_scan")
     assert "KERNEL_FAILED" in {event.code for event in happened}
 
 
@@ -151,16 +130,15 @@ def test_a_kernel_that_cannot_be_launched_is_completed_by_pytorch_and_retired(na
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that Triton compiles for")
 @pytest.mark.parametrize("case", PROBLEMS)
-@for_every_kernel
-def test_a_scan_and_its_gradients_are_the_references_on_a_gpu(name, case):
+def test_a_scan_and_its_gradients_are_the_references_on_a_gpu(case):
     problem = replace(PROBLEMS[case], length=200, rows=min(PROBLEMS[case].rows * 16, 64))
     if PROBLEMS[case].rows == 1:
         problem = replace(problem, rows=1)
-    if lacks := missing(kernels("scan")[name], problem):
-        pytest.skip(f"{name} takes no {lacks}")
+    if lacks := missing(kernels("scan")["lz.triton_scan"], problem):
+        pytest.skip(f"lz.triton_scan takes no {lacks}")
     operands = problem.operands(torch.float32).map(torch.Tensor.cuda)
     attrs = problem.attrs(torch.float32)
-    found = with_gradients(KERNELS[name], operands, attrs)
+    found = with_gradients(triton_scan.scan, operands, attrs)
     assert not health.retirements()
     exact = exactly(operands, attrs)
     assert_near(found, exact, 1e-4)

@@ -32,7 +32,7 @@ _RECURSION = 50_000
 def spell_out(state: State) -> None:
     """Calls that hide an attention."""
     calls = partial(inline, state.module.graph, strict=state.options.strict)
-    rewrite = Rewrite("spelling out calls", calls, shown="each call was proven by itself")
+    rewrite = Rewrite("spelling out calls", calls, shown="each call runs itself, or was proven by itself")
     found = state.change(rewrite, lambda made: any(isinstance(each, Inlined) for each in made))
     state.misses += [miss for miss in found if isinstance(miss, NearMiss)]
 

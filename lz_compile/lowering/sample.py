@@ -2,11 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, Literal, TypeVar
 
 import torch
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a sample is asked for: sizes by the names that descriptors use; only attention knows a ``mask``."""
+
+    sizes: Mapping[str, int]
+    dtype: torch.dtype
+    device: torch.device
+    variant: str = ""
+    is_training: bool = False
+    mask: Literal["none", "bool", "float"] = "none"
+
+    def of(self, *names: str) -> tuple[int, ...]:
+        """Some of the sizes."""
+        return tuple(self.sizes[name] for name in names)
+
+    def random(self, *shape: int, seeks: bool = True, scale: float = 1.0) -> torch.Tensor:
+        """Random numbers; their gradient is wanted in training, if they are what ``seeks`` one."""
+        return self.given(torch.randn(shape, device=self.device, dtype=torch.float32) * scale, seeks=seeks)
+
+    def given(self, numbers: torch.Tensor, *, seeks: bool = True) -> torch.Tensor:
+        """These numbers, likewise."""
+        return numbers.to(self.dtype).requires_grad_(seeks and self.is_training)
+
+
+def sampler(variant: str = "") -> Callable[[Callable[[Asked], Made]], Callable[..., Made]]:
+    """An op's ``sample(sizes, dtype, device, *, variant, is_training, mask)``, by default of one ``variant``."""
+
+    def made(sample: Callable[[Asked], Made]) -> Callable[..., Made]:
+        @wraps(sample)
+        def run(sizes: Mapping[str, int], dtype: torch.dtype, device: torch.device, **details: Any) -> Made:
+            return sample(Asked(sizes, dtype, device, **{"variant": variant, **details}))
+
+        return run
+
+    return made
 
 
 @dataclass(frozen=True)

@@ -140,14 +140,14 @@ def doctor(print_report: bool = True, *, retry: bool = False) -> DoctorReport:
         events=(*happened, *(event for report in reports() for event in report.events)),
     )
     subjects: tuple[Callable[[], Iterable[Issue]], ...] = (
-        partial(_about_configuration, configuration),
+        partial(about_configuration, configuration),
         partial(_about_compilers, found.compilers, device),
-        partial(_about_events, happened),
+        partial(about_events, happened),
         partial(_about_kernels, found.kernels),
-        partial(_about_libraries, found.libraries),
-        partial(_about_caches, found.caches),
-        partial(_about_measurements, found.measurements),
-        partial(_about_retirements, found.retired),
+        partial(about_libraries, found.libraries),
+        partial(about_caches, found.caches),
+        partial(about_measurements, found.measurements),
+        partial(about_retirements, found.retired),
     )
     for subject in subjects:
         look.issues += look("what is found", partial(_listed, subject), [])
@@ -209,11 +209,13 @@ _ADVICE: Mapping[str, str] = {
 }
 
 
-def _about_events(happened: Iterable[Event]) -> Iterator[Issue]:
+def about_events(happened: Iterable[Event]) -> Iterator[Issue]:
+    """What went wrong while descriptors and plugins were read."""
     yield from (Issue(event.code, event.message, _ADVICE.get(event.code, "See the message.")) for event in happened)
 
 
-def _about_configuration(configuration: Configuration) -> Iterator[Issue]:
+def about_configuration(configuration: Configuration) -> Iterator[Issue]:
+    """What is wrong with the policy, or switched off by it."""
     if configuration.error is not None:
         advice = "Correct it: until then every compile raises this error."
         yield Issue("CONFIG_INVALID", configuration.error, advice)
@@ -260,7 +262,8 @@ def _about_kernels(states: Iterable[KernelState]) -> Iterator[Issue]:
                 yield Issue(reason.code, f"{kernel.kernel_id}: {reason.message}", advice, fix)
 
 
-def _about_libraries(found: Iterable[Library]) -> Iterator[Issue]:
+def about_libraries(found: Iterable[Library]) -> Iterator[Issue]:
+    """Libraries that are installed and cannot be imported."""
     for library in found:
         if library.outcome == "imports":
             continue
@@ -286,7 +289,8 @@ def _triton() -> str:
     return f"{_PIP} '{wanted[0].partition(';')[0].strip()}'" if wanted else f"{_PIP} triton"
 
 
-def _about_caches(states: Iterable[CacheState]) -> Iterator[Issue]:
+def about_caches(states: Iterable[CacheState]) -> Iterator[Issue]:
+    """Directories that cannot be written to."""
     for cache in states:
         if cache.problem is not None:
             advice = "Make it writable, or set LAYERZERO_CACHE_DIR to a directory that is: nothing is remembered now."
@@ -294,13 +298,15 @@ def _about_caches(states: Iterable[CacheState]) -> Iterator[Issue]:
             yield Issue("CACHE_UNWRITABLE", text, advice)
 
 
-def _about_retirements(retired: Mapping[str, Reason]) -> Iterator[Issue]:
+def about_retirements(retired: Mapping[str, Reason]) -> Iterator[Issue]:
+    """Kernels that failed in this process."""
     for name, reason in retired.items():
         advice = "Report the failure to the kernel's authors; it is tried again in a new process."
         yield Issue(reason.code, f"{name} is retired: {reason.message}", advice)
 
 
-def _about_measurements(found: Measurements | None) -> Iterator[Issue]:
+def about_measurements(found: Measurements | None) -> Iterator[Issue]:
+    """What measurements lack."""
     if found is None:
         return
     for event in found.events:

@@ -16,7 +16,7 @@ from typing import Any, get_args
 
 import torch
 
-from lz_compile.errors import CapabilitiesError, ConfigError
+from lz_compile.errors import ConfigError
 from lz_compile.ground import events, machine
 from lz_compile.ground.events import Event
 from lz_compile.ground.files import cache_directory
@@ -130,17 +130,6 @@ def _library(spec: KernelSpec, code: LazyFunction, package: str, again: bool) ->
         text = "this process has imported it already"
         return Library(*facts, str(torch.__version__), platform.python_version(), "imports", text, 0.0, ())
     return Library(*facts, trial.torch, trial.python, trial.outcome, trial.text, trial.seconds, ())
-
-
-def broken_descriptors() -> tuple[int, list[CapabilitiesError]]:
-    """How many descriptors this package has, and what is wrong with those that are broken."""
-    paths, errors = registry.descriptors(), []
-    for path in paths:
-        try:
-            capabilities.read(path)
-        except CapabilitiesError as error:
-            errors.append(error)
-    return len(paths), errors
 
 
 # ---- compilers -------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +30,8 @@ from lz_compile.runtime.policy.settings import Layer, Value
 from lz_compile.runtime.ranks import agree
 from lz_compile.runtime.ranks.cards import Difference, listed
 from lz_compile.runtime.tables import loaded as loaded_tables
-from lz_compile.tools import installation
+from lz_compile.tools import diagnosis, installation
+from lz_compile.tools.diagnosis import Issue
 from lz_compile.tools.installation import Configuration
 
 if TYPE_CHECKING:
@@ -42,6 +43,10 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = "1.0"
 #: What can run does not depend on what was measured: the database stays closed.
 _UNMEASURED = Layer(values=(Value("perfdb.enabled", False, "readiness_check"),))
+#: Issues that warn; any other counts against readiness.
+_WARNINGS = frozenset(
+    "VARIABLE_UNKNOWN POLICY_DISABLED FALLBACK_DISABLED PERFDB_DISABLED NOT_MEASURED LIBRARY_RAISES LIBRARY_UNSAFE".split()
+)
 
 
 @dataclass(frozen=True)
@@ -81,16 +86,20 @@ def readiness_check(
     configuration = installation.configuration()
     return ReadinessReport(
         (
-            *_capabilities(),
+            _of(
+                "capabilities",
+                diagnosis.about_events(installation.read_again()),
+                "every descriptor and plugin is valid",
+            ),
             *_policy(configuration),
             *_kernels(configuration, device),
             *_locks(configuration, device),
-            *_health(),
+            _of("retired kernels", diagnosis.about_retirements(health.retirements()), "none"),
             *_caches(configuration),
-            *_measurements(configuration, device),
-            *_safety(configuration, device),
+            _measurements(configuration, device),
+            *_headroom(configuration, device),
             *_dispatch_table(dispatch_table),
-            *_libraries(),
+            _libraries(),
             *_choices(configuration.policy, device),
             *_warm_up(),
             *_artifacts(artifacts),
@@ -105,23 +114,20 @@ def _check(name: str, problems: Sequence[str], otherwise: str, advice: str, stat
     return Check(name, status, "; ".join(problems), advice) if problems else Check(name, "pass", otherwise)
 
 
-def _capabilities() -> Iterator[Check]:
-    count, errors = installation.broken_descriptors()
-    told = {"CAPABILITIES_SCHEMA_MISMATCH"} if errors else set()
-    happened = [event.message for event in installation.read_again() if event.code not in told]
-    problems = list(dict.fromkeys([*map(str, errors), *happened]))
-    advice = "Correct the descriptor, or update the plugin; its kernels are disabled until then."
-    yield _check("capabilities", problems, f"{count} descriptors and every plugin are valid", advice)
+def _of(name: str, issues: Iterable[Issue], otherwise: str) -> Check:
+    """What ``doctor`` finds of a subject, or what is told where it finds nothing."""
+    found = list(issues)
+    advice = " ".join(dict.fromkeys(issue.advice for issue in found))
+    counts = any(issue.code not in _WARNINGS for issue in found)
+    return _check(name, [issue.message for issue in found], otherwise, advice, "fail" if counts else "warn")
 
 
 def _policy(configuration: Configuration) -> Iterator[Check]:
-    if configuration.error is not None:
-        yield Check("policy", "fail", configuration.error, "Correct it: until then every compile raises this error.")
-    elif configuration.unknown_variables:
-        advice = "Correct the variable's name, or unset it: it has no effect."
-        yield from (Check("policy", "warn", event.message, advice) for event in configuration.unknown_variables)
-    else:
-        yield Check("policy", "pass", configuration.policy.file or "no file, valid")
+    found = list(diagnosis.about_configuration(configuration))
+    fallback = [issue for issue in found if issue.code == "FALLBACK_DISABLED"]
+    others = (issue for issue in found if issue not in fallback)
+    yield _of("policy", others, configuration.policy.file or "no file, valid")
+    yield _of("fallback", fallback, "a kernel that fails is retired, its call completes on the reference")
 
 
 def _kernels(configuration: Configuration, device: torch.device) -> Iterator[Check]:
@@ -152,46 +158,19 @@ def _lock_problems(lock: Lock, device: torch.device) -> Iterator[str]:
             yield f"{problem}: {', '.join(reason.message for reason in reasons)}"
 
 
-def _health() -> Iterator[Check]:
-    problems = [f"{name}: {each.message}" for name, each in health.retirements().items()]
-    advice = "Report the failure to the kernel's authors, and start a new process: it is tried again there."
-    yield _check("retired kernels", problems, "none", advice)
-
-
 def _caches(configuration: Configuration) -> Iterator[Check]:
     for cache in installation.caches(configuration.policy.settings.perfdb.path):
-        text = f"{cache.path} cannot be written: {cache.problem}"
-        advice = "Make it writable, or set LAYERZERO_CACHE_DIR to a directory that is."
-        yield _check(
-            f"cache: {cache.name}", [text] if cache.problem else [], f"{cache.path} ({cache.files} files)", advice
-        )
+        yield _of(f"cache: {cache.name}", diagnosis.about_caches([cache]), f"{cache.path} ({cache.files} files)")
 
 
-def _measurements(configuration: Configuration, device: torch.device) -> Iterator[Check]:
+def _measurements(configuration: Configuration, device: torch.device) -> Check:
     found = installation.measurements(configuration.policy, device)
-    advice = "Run 'python -m lz_compile tune' on the sizes of your models, or load artifacts with measurements."
-    if found.events:
-        told = "; ".join(event.message for event in found.events)
-        yield Check("measurements", "fail", told, "Tune again, in a cache directory that can be written.")
-    elif not found.enabled:
-        text = "switched off (perfdb.enabled): estimates and priors decide"
-        yield Check("measurements", "warn", text, "Switch perfdb.enabled on.")
-    elif not found.here:
-        text = f"none of this environment in {found.path}: estimates and priors decide"
-        yield Check("measurements", "warn", text, advice)
-    else:
-        count = sum(found.here.values())
-        yield Check("measurements", "pass", f"{count} of this environment ({found.statistics['journal_mode']} mode)")
+    count, mode = sum(found.here.values()), found.statistics.get("journal_mode")
+    return _of("measurements", diagnosis.about_measurements(found), f"{count} of this environment ({mode} mode)")
 
 
-def _safety(configuration: Configuration, device: torch.device) -> Iterator[Check]:
-    settings = configuration.policy.settings
-    off = (
-        [] if settings.fallback_enabled else ["switched off (fallback_enabled): a kernel that fails stops the program"]
-    )
-    advice = "Switch fallback_enabled on unless a failing kernel is to stop the program."
-    yield _check("fallback", off, "a kernel that fails is retired, its call completes on the reference", advice, "warn")
-    if device.type != "cpu" and settings.memory_headroom_mb is None:
+def _headroom(configuration: Configuration, device: torch.device) -> Iterator[Check]:
+    if device.type != "cpu" and configuration.policy.settings.memory_headroom_mb is None:
         text = "memory_headroom_mb is not set: kernels may take what the device has free"
         yield Check("memory headroom", "warn", text, "Set memory_headroom_mb to what a kernel's workspace may take.")
 
@@ -277,15 +256,11 @@ def _artifacts(path: str | os.PathLike[str] | None) -> Iterator[Check]:
         yield Check("artifacts", "pass", text)
 
 
-def _libraries() -> Iterator[Check]:
+def _libraries() -> Check:
     """Whether what is installed can be imported, as processes of its own have shown."""
     found = installation.installed_libraries()
-    broken = [
-        f"{each.package} {each.version} {each.outcome} ({each.text})" for each in found if each.outcome != "imports"
-    ]
-    text = "; ".join(broken) or ", ".join(dict.fromkeys(f"{each.package} {each.version}" for each in found))
-    advice = "Run 'python -m lz_compile doctor --fix' for the commands that mend it." if broken else ""
-    yield Check("libraries", "warn" if broken else "pass", text or "no optional library is installed", advice)
+    there = ", ".join(dict.fromkeys(f"{each.package} {each.version}" for each in found))
+    return _of("libraries", diagnosis.about_libraries(found), there or "no optional library is installed")
 
 
 def _choices(policy: Policy, device: torch.device) -> Iterator[Check]:

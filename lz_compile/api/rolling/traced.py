@@ -230,22 +230,12 @@ def counted(*given: int) -> Counted:
     return Counted(start, step, length if length > 0 else 0)
 
 
-def scan(
-    known: Support,
-    key: int,
-    step: Step,
-    init: tuple[Any, ...],
-    ranges: Sequence[Counted],
-    reads: Sequence[Given],
-    tests: Sequence[Test],
-    peels: bool,
-    handed: Sequence[tuple[Any, str]],
-) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...]]:
+def scan(known: Support, key: int, *given: Any) -> tuple[tuple[Any, ...], tuple[Tensor | None, ...]]:
     """What is carried out of a loop, and what its steps hand out, along a first dimension; None for what they do not."""
     if is_compiling():
-        return _scan(known, key, step, init, ranges, reads, tests, peels, handed)
+        return _scan(known, key, *given)
     with known.refusing(key):
-        return _scan(known, key, step, init, ranges, reads, tests, peels, handed)
+        return _scan(known, key, *given)
 
 
 def _scan(

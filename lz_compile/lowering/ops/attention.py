@@ -19,13 +19,14 @@ import itertools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
 from lz_compile.lowering.operands import MisfitError, operands
+from lz_compile.lowering.sample import Asked, sampler
 
 #: Variants of the operation, and the layout of operands in which it is decided.
 VARIANTS = ("causal", "full")
@@ -348,51 +349,39 @@ class Sample:
         return output.transpose(1, 2).flatten(2)
 
 
-def sample(
-    sizes: Mapping[str, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    variant: str = "full",
-    mask: Literal["none", "bool", "float"] = "none",
-    is_training: bool = False,
-) -> Sample:
-    """A problem of given sizes (by the names that descriptors use) with random inputs."""
-
-    def random(length: int, heads: int, dim: int) -> torch.Tensor:
-        tensor = torch.randn(sizes["batch_size"], length, heads * dim, device=device, dtype=torch.float32)
-        return tensor.to(dtype).requires_grad_(is_training)
-
-    inputs = [
-        random(sizes["seq_len_q"], sizes["num_heads"], sizes["head_dim"]),
-        random(sizes["seq_len_k"], sizes["num_kv_heads"], sizes["head_dim"]),
-        random(sizes["seq_len_k"], sizes["num_kv_heads"], sizes["value_dim"]),
-    ]
+@sampler("full")
+def sample(asked: Asked) -> Sample:
+    """A problem of given sizes with random inputs."""
+    dtype, mask = asked.dtype, asked.mask
+    batch, heads, kv_heads = asked.of("batch_size", "num_heads", "num_kv_heads")
+    queries, keys, head_dim, value_dim = asked.of("seq_len_q", "seq_len_k", "head_dim", "value_dim")
+    widths = ((queries, heads * head_dim), (keys, kv_heads * head_dim), (keys, kv_heads * value_dim))
+    inputs = [asked.random(batch, *each) for each in widths]
     if mask != "none":
-        keep = torch.rand(sizes["batch_size"], 1, sizes["seq_len_q"], sizes["seq_len_k"], device=device) > 0.1
+        keep = torch.rand(batch, 1, queries, keys, device=asked.device) > 0.1
         keep[..., 0] = True
         lowest = torch.finfo(dtype).min
         inputs.append(keep if mask == "bool" else torch.zeros_like(keep, dtype=dtype).masked_fill(~keep, lowest))
     attrs = AttentionAttrs(
-        is_causal=variant == "causal",
+        is_causal=asked.variant == "causal",
         has_mask=mask == "bool",
         has_bias=mask == "float",
         bias_is_finite=mask == "float",
         bias_can_mask=mask == "float",
         masked_rows="mean" if mask == "float" else "nan",
-        enable_gqa=sizes["num_heads"] != sizes["num_kv_heads"],
+        enable_gqa=heads != kv_heads,
         score_dtype=dtype,
     )
     facts = AttentionFacts(
-        batch=sizes["batch_size"],
-        heads=sizes["num_heads"],
-        kv_heads=sizes["num_kv_heads"],
-        query_len=sizes["seq_len_q"],
-        key_len=sizes["seq_len_k"],
-        head_dim=sizes["head_dim"],
-        value_dim=sizes["value_dim"],
+        batch=batch,
+        heads=heads,
+        kv_heads=kv_heads,
+        query_len=queries,
+        key_len=keys,
+        head_dim=head_dim,
+        value_dim=value_dim,
         dtype=dtype,
-        device=device.type,
-        needs_grad=is_training,
+        device=asked.device.type,
+        needs_grad=asked.is_training,
     )
     return Sample(tuple(inputs), attrs, facts)

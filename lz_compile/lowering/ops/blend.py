@@ -27,7 +27,7 @@ import torch
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
-from lz_compile.lowering.sample import Sample
+from lz_compile.lowering.sample import Asked, Sample, sampler
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -333,20 +333,11 @@ def _named(attrs: BlendAttrs, given: tuple[torch.Tensor, ...]) -> dict[str, Any]
     return named
 
 
-def sample(
-    sizes: Mapping[str, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    variant: str = "convex",
-    is_training: bool = False,
-) -> Sample:
-    """A problem of given sizes (by the names that descriptors use) with random inputs."""
-    rows, channels, inner = (sizes[name] for name in ("num_rows", "num_channels", "inner_size"))
-    classes = sizes.get("num_classes", 1)
-
-    def values(*shape: int, seeks: bool = False) -> torch.Tensor:
-        return torch.randn(shape, device=device, dtype=torch.float32).to(dtype).requires_grad_(seeks)
+@sampler("convex")
+def sample(asked: Asked) -> Sample:
+    """A problem of given sizes with random inputs."""
+    rows, channels, inner = asked.of("num_rows", "num_channels", "inner_size")
+    classes, variant, dtype = asked.sizes.get("num_classes", 1), asked.variant, asked.dtype
 
     def named(*given: torch.Tensor) -> Operands:
         return Operands(**_named(attrs, given))
@@ -361,13 +352,13 @@ def sample(
         compute_dtype=dtype,
         out_dtype=dtype,
     )
-    facts = BlendFacts(rows, channels, inner, classes, dtype, device.type, is_training)
-    logits = values(rows, classes, seeks=is_training and variant == "margin") if attrs.has_gate else None
+    facts = BlendFacts(rows, channels, inner, classes, dtype, asked.device.type, asked.is_training)
+    logits = asked.random(rows, classes, seeks=variant == "margin") if attrs.has_gate else None
     if variant == "margin":
         assert logits is not None, "a margin is that of logits"
         return Sample((logits,), attrs, facts, named, _written(attrs))
-    weights = torch.rand((1, channels, 1) if variant == "channel" else (1, 1, 1), device=device).to(dtype)
-    inputs = [values(rows, channels, inner), values(rows, channels, inner, seeks=is_training), weights]
+    weights = torch.rand((1, channels, 1) if variant == "channel" else (1, 1, 1), device=asked.device).to(dtype)
+    inputs = [asked.random(rows, channels, inner, seeks=seeks) for seeks in (False, True)] + [weights]
     inputs += [logits] if logits is not None else []
     inputs += [1 - weights] if attrs.has_host_weight else []
     return Sample(tuple(inputs), attrs, facts, named, _written(attrs))

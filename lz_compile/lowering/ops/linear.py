@@ -29,7 +29,7 @@ import torch
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
-from lz_compile.lowering.sample import Sample
+from lz_compile.lowering.sample import Asked, Sample, sampler
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -259,21 +259,13 @@ def features(attrs: LinearAttrs, facts: LinearFacts) -> dict[str, str]:
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 
 
-def sample(
-    sizes: Mapping[str, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    variant: str = "quantised",
-    is_training: bool = False,
-) -> Sample:
-    """A problem of given sizes (by the names that descriptors use) with random inputs: int8, a scale for each row."""
-    assert variant == "quantised", "there is no other variant"
-    rows, columns, out = (sizes[name] for name in ("num_rows", "in_features", "out_features"))
-    given = torch.randn(rows, columns, device=device, dtype=torch.float32).to(dtype).requires_grad_(is_training)
-    weight = torch.randint(-127, 128, (out, columns), device=device, dtype=torch.int8)
-    scale = (torch.rand(out, 1, device=device) / 127).to(dtype)
-    x = Operands(given, weight, scale)
+@sampler("quantised")
+def sample(asked: Asked) -> Sample:
+    """A problem of given sizes with random inputs: int8, a scale for each row."""
+    rows, columns, out = asked.of("num_rows", "in_features", "out_features")
+    weight = torch.randint(-127, 128, (out, columns), device=asked.device, dtype=torch.int8)
+    scale = (torch.rand(out, 1, device=asked.device) / 127).to(asked.dtype)
+    x = Operands(asked.random(rows, columns), weight, scale)
     attrs, facts = from_operands(x, {"N": rows, "K": columns, "O": out, "W": columns, "G": 1})
     return Sample(x.flat()[:3], attrs, facts, Operands, _written(attrs))
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
-from lz_compile.lowering.sample import Sample
+from lz_compile.lowering.sample import Asked, Sample, sampler
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -184,22 +184,13 @@ def _written(attrs: MlpAttrs) -> Callable[..., torch.Tensor]:
     return run
 
 
-def sample(
-    sizes: Mapping[str, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    variant: str = "gated",
-    is_training: bool = False,
-) -> Sample:
-    """A problem of given sizes (by the names that descriptors use) with random inputs."""
-    rows, width = sizes["num_rows"], sizes["intermediate_size"]
-    is_gated = variant == "gated"
-    given = tuple(
-        torch.randn(rows, width, device=device, dtype=torch.float32).to(dtype).requires_grad_(is_training)
-        for _ in range(1 + is_gated)
-    )
+@sampler("gated")
+def sample(asked: Asked) -> Sample:
+    """A problem of given sizes with random inputs."""
+    rows, width = asked.of("num_rows", "intermediate_size")
+    is_gated, dtype = asked.variant == "gated", asked.dtype
+    given = tuple(asked.random(rows, width) for _ in range(1 + is_gated))
     activation = "silu" if is_gated else "gelu"
     attrs = MlpAttrs(activation=activation, is_gated=is_gated, compute_dtype=dtype, out_dtype=dtype)
-    facts = MlpFacts(rows, width, dtype, device.type, is_training)
+    facts = MlpFacts(rows, width, dtype, asked.device.type, asked.is_training)
     return Sample(given, attrs, facts, Operands, _written(attrs))

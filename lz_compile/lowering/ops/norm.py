@@ -22,7 +22,7 @@ import torch
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import operands
-from lz_compile.lowering.sample import Sample
+from lz_compile.lowering.sample import Asked, Sample, sampler
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -160,18 +160,11 @@ def _written(attrs: NormAttrs) -> Callable[..., torch.Tensor]:
     return run
 
 
-def sample(
-    sizes: Mapping[str, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    variant: str = "rms",
-    is_training: bool = False,
-) -> Sample:
-    """A problem of given sizes (by the names that descriptors use) with random inputs."""
-    rows, hidden = sizes["num_rows"], sizes["hidden_size"]
-    given = torch.randn(rows, hidden, device=device, dtype=torch.float32).to(dtype).requires_grad_(is_training)
-    weight = torch.randn(hidden, device=device, dtype=torch.float32).to(dtype).requires_grad_(is_training)
-    attrs = NormAttrs(is_centred=variant == "layer", eps=1e-6, has_weight=True, rounded_to=dtype, out_dtype=dtype)
-    facts = NormFacts(rows, hidden, dtype, device.type, is_training)
+@sampler("rms")
+def sample(asked: Asked) -> Sample:
+    """A problem of given sizes with random inputs."""
+    (rows, hidden), dtype = asked.of("num_rows", "hidden_size"), asked.dtype
+    given, weight = asked.random(rows, hidden), asked.random(hidden)
+    attrs = NormAttrs(is_centred=asked.variant == "layer", eps=1e-6, has_weight=True, rounded_to=dtype, out_dtype=dtype)
+    facts = NormFacts(rows, hidden, dtype, asked.device.type, asked.is_training)
     return Sample((given, weight), attrs, facts, Operands, _written(attrs))

@@ -29,7 +29,7 @@ import torch
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
-from lz_compile.lowering.sample import Sample
+from lz_compile.lowering.sample import Asked, Sample, sampler
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -186,20 +186,14 @@ def _written(attrs: RopeAttrs) -> Callable[..., torch.Tensor]:
     return run
 
 
-def sample(
-    sizes: Mapping[str, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    is_training: bool = False,
-) -> Sample:
-    """A problem of given sizes (by the names that descriptors use) with a random input; the first features are turned."""
-    batch, heads, length, width = (sizes[name] for name in ("batch_size", "num_heads", "seq_len_q", "head_dim"))
-    turned = sizes.get("rotary_dim", width)
-    given = torch.randn(batch, heads, length, width, device=device, dtype=torch.float32).to(dtype)
+@sampler()
+def sample(asked: Asked) -> Sample:
+    """A problem of given sizes with a random input; the first features are turned."""
+    batch, heads, length, width = asked.of("batch_size", "num_heads", "seq_len_q", "head_dim")
+    turned, dtype, device = asked.sizes.get("rotary_dim", width), asked.dtype, asked.device
     angles = torch.arange(length, device=device)[:, None] * 1e4 ** -torch.linspace(0, 1, turned // 2, device=device)
     angles = torch.cat((angles, angles), -1)[None, None]
     attrs = RopeAttrs(rotary_dim=turned, compute_dtype=dtype, out_dtype=dtype)
-    facts = RopeFacts(batch, heads, length, width, turned, dtype, device.type, dtype, is_training)
-    inputs = (given.requires_grad_(is_training), angles.cos().to(dtype), angles.sin().to(dtype))
+    facts = RopeFacts(batch, heads, length, width, turned, dtype, device.type, dtype, asked.is_training)
+    inputs = (asked.random(batch, heads, length, width), angles.cos().to(dtype), angles.sin().to(dtype))
     return Sample(inputs, attrs, facts, Operands, _written(attrs))

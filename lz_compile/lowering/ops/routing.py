@@ -42,7 +42,7 @@ import torch
 from lz_compile.lowering import operands as base_operands
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
-from lz_compile.lowering.sample import Sample
+from lz_compile.lowering.sample import Asked, Sample, sampler
 
 if TYPE_CHECKING:
     from lz_compile.ground.sizes import Size
@@ -122,6 +122,8 @@ class RoutingFacts:
     has_record: bool = False
 
 
+#: By the names that descriptors use, in the order of the letters ``G S D E R Q``.
+SIZES = ("num_rollouts", "rollout_length", "in_features", "out_features", "rank", "quarantine_rank")
 #: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
 SHAPES: Mapping[str, str] = {
     "x": "G|1 S D",
@@ -314,40 +316,26 @@ def _written(attrs: RoutingAttrs) -> Callable[..., torch.Tensor]:
     return run
 
 
-def sample(
-    sizes: Mapping[str, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    variant: str = "grad",
-    is_training: bool = False,
-) -> Sample:
-    """A problem of given sizes (by the names that descriptors use) with random inputs."""
-    rollouts, length, wide, out, rank, few = (sizes[name] for name in _SIZES)
-
-    def values(*shape: int, seeks: bool = False, scale: float = 1.0) -> torch.Tensor:
-        found = torch.randn(shape, device=device, dtype=torch.float32) * scale
-        return found.to(dtype).requires_grad_(seeks and is_training)
-
+@sampler("grad")
+def sample(asked: Asked) -> Sample:
+    """A problem of given sizes with random inputs."""
+    (rollouts, length, wide, out, rank, few), variant, dtype = asked.of(*SIZES), asked.variant, asked.dtype
     inputs = [
-        values(rollouts, length, wide, seeks=True),
-        values(rank, wide, scale=wide**-0.5),
-        values(out, rank, scale=rank**-0.5),
-        values(rank, seeks=True),
-        values(few, wide, seeks=True, scale=wide**-0.5),
-        values(out, few, seeks=True),
+        asked.random(rollouts, length, wide),
+        asked.random(rank, wide, seeks=False, scale=wide**-0.5),
+        asked.random(out, rank, seeks=False, scale=rank**-0.5),
+        asked.random(rank),
+        asked.random(few, wide, scale=wide**-0.5),
+        asked.random(out, few),
     ]
-    inputs += [values(rank)] if variant != "none" else []
+    inputs += [asked.random(rank, seeks=False)] if variant != "none" else []
     inputs += [torch.ones_like(inputs[6]).expand(rollouts, 1, rank).clone()] if variant == "grad" else []
     if variant == "grad":
-        inputs[-1].requires_grad_(is_training)
+        inputs[-1].requires_grad_(asked.is_training)
     attrs = RoutingAttrs(variant, out_dtype=dtype)  # type: ignore[arg-type]  # one of VARIANTS, which are the arms
-    facts = RoutingFacts(rollouts, length, wide, out, rank, few, dtype, device.type, is_training)
+    facts = RoutingFacts(rollouts, length, wide, out, rank, few, dtype, asked.device.type, asked.is_training)
 
     def canonical(*given: torch.Tensor) -> Operands:
         return Operands(*given[: 6 if variant == "none" else 7])  # type: ignore[arg-type]  # the first seven are tensors
 
     return Sample(tuple(inputs), attrs, facts, canonical, _written(attrs))
-
-
-_SIZES = ("num_rollouts", "rollout_length", "in_features", "out_features", "rank", "quarantine_rank")

@@ -39,7 +39,7 @@ from lz_compile.lowering import operands as base
 from lz_compile.lowering.arange import arange
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
-from lz_compile.lowering.sample import Sample
+from lz_compile.lowering.sample import Asked, Sample, sampler
 from lz_compile.lowering.token_bits import unpack, word_count
 
 if TYPE_CHECKING:
@@ -322,28 +322,22 @@ def features(attrs: SamplingAttrs, facts: SamplingFacts) -> dict[str, str]:
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 
 
-def sample(
-    sizes: Mapping[str, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    variant: str = "ids",
-    is_training: bool = False,
-) -> Sample:
-    """A problem of given sizes (by the names that descriptors use): a mask of half of all tokens, temperature and a draw.
+@sampler("ids")
+def sample(asked: Asked) -> Sample:
+    """A problem of given sizes with a mask of half of all tokens, temperature and a draw.
 
     Decoding loops spell it as the definition does, with the same draw.
     """
-    rows, vocab = sizes["num_rows"], sizes["vocab_size"]
+    (rows, vocab), variant, device = asked.of("num_rows", "vocab_size"), asked.variant, asked.device
     given: dict[str, torch.Tensor] = {
-        "logits": (torch.randn(rows, vocab, device=device) * 3).to(dtype).requires_grad_(is_training),
+        "logits": asked.random(rows, vocab, scale=3.0),
         "bitmask": torch.randint(-(2**31), 2**31, (rows, word_count(vocab)), device=device, dtype=torch.int32),
         "temperature": torch.full((rows,), 0.8, device=device),
     }
     if variant == "ids":
         given["seeds"] = torch.arange(rows, device=device)
-    attrs = SamplingAttrs.of(given, variant, dtype)  # type: ignore[arg-type]  # one of VARIANTS, which are the results
-    facts = SamplingFacts(rows, vocab, dtype, device.type, is_training)
+    attrs = SamplingAttrs.of(given, variant, asked.dtype)  # type: ignore[arg-type]  # one of VARIANTS, which are the results
+    facts = SamplingFacts(rows, vocab, asked.dtype, device.type, asked.is_training)
 
     def canonical(*tensors: torch.Tensor) -> Operands:
         return Operands(**dict(zip(given, tensors, strict=True)))

@@ -39,7 +39,7 @@ from lz_compile.ground.sizes import is_one
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
-from lz_compile.lowering.sample import Sample
+from lz_compile.lowering.sample import Asked, Sample, sampler
 from lz_compile.lowering.scan_products import outer, product
 
 if TYPE_CHECKING:
@@ -372,28 +372,19 @@ def _canonical(*inputs: torch.Tensor, erases: bool) -> Operands:
     return Operands(decay=decay.unsqueeze(-1), left=key, right=value, erase=erase, query=query)
 
 
-def sample(
-    sizes: Mapping[str, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    variant: str = "delta",
-    is_training: bool = False,
-) -> ScanSample:
-    """A problem of given sizes (by the names that descriptors use) with random inputs."""
+@sampler("delta")
+def sample(asked: Asked) -> ScanSample:
+    """A problem of given sizes with random inputs."""
 
     def random(last: str, count: str) -> torch.Tensor:
-        shape = [sizes[name] for name in ("batch_size", "num_heads", "length", count, last)]
-        return torch.randn(shape, device=device, dtype=torch.float32)
+        shape = asked.of("batch_size", "num_heads", "length", count, last)
+        return torch.randn(shape, device=asked.device, dtype=torch.float32)
 
-    def given(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(dtype).requires_grad_(is_training)
-
-    query, value = given(random("key_dim", "reads")), given(random("value_dim", "rank"))
-    key = given(torch.nn.functional.normalize(random("key_dim", "rank"), dim=-1) * sizes["rank"] ** -0.5)
-    decay = given(torch.sigmoid(random("key_dim", "rank")[:, :, :, 0] + 2))
-    erases = variant == "delta"
-    attrs = ScanAttrs(erases=erases, out_dtype=dtype, state_dtype=dtype)
+    query, value = asked.given(random("key_dim", "reads")), asked.given(random("value_dim", "rank"))
+    key = torch.nn.functional.normalize(random("key_dim", "rank"), dim=-1) * asked.sizes["rank"] ** -0.5
+    decay = asked.given(torch.sigmoid(random("key_dim", "rank")[:, :, :, 0] + 2))
+    erases = asked.variant == "delta"
+    attrs = ScanAttrs(erases=erases, out_dtype=asked.dtype, state_dtype=asked.dtype)
     operands = partial(_canonical, erases=erases)
-    inputs = (query, key, value, decay)
+    inputs = (query, asked.given(key), value, decay)
     return ScanSample(inputs, attrs, facts_of(operands(*inputs)), operands, _written(operands))

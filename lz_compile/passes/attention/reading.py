@@ -14,7 +14,7 @@ from lz_compile.passes.attention.gathered import matched
 from lz_compile.passes.attention.near_misses import has_scores, mixed_scores
 from lz_compile.passes.attention.operand import is_weight
 from lz_compile.passes.attention.proven_masks import simplify
-from lz_compile.passes.attention.roles import assign_roles
+from lz_compile.passes.attention.roles import Weighing, assign_roles
 from lz_compile.passes.attention.windows import WindowEmitter, windowed
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
@@ -91,23 +91,15 @@ class Reader:
         if mixed_scores(self.region, inner, keys):  # told by what looks for softmaxes that were not read
             return None
         try:
-            return self._weighed(outer, found, inner, value, output, output_dims)
+            return self._weighed(outer, Weighing(inner, found, keys, value, output, output_dims))
         except RefusedError:
             if _is_layer(inner):  # a router or a classifier
                 return None
             raise
 
-    def _weighed(
-        self,
-        outer: Contraction,
-        found: probabilities.Probabilities,
-        inner: scores.Scores,
-        value: Factor,
-        output: fx.Node,
-        output_dims: Dims,
-    ) -> Match | None:
-        """The attention of scores and values, ``outer``, whose result is ``output``."""
-        keys = atoms(outer.summed)
+    def _weighed(self, outer: Contraction, read: Weighing) -> Match | None:
+        """The attention of scores and values, ``outer``."""
+        inner, found, keys, output = read.scores, read.probabilities, read.keys, read.output
         if outer.addend is not None:
             raise RefusedError("OUTPUT_ACCUMULATES", "the product with the values is added to a tensor", "add it after")
         gain = tidy(sympy.expand(found.gain * outer.coefficient))
@@ -115,7 +107,7 @@ class Reader:
             if output is outer.call.node:
                 return self._match_quotient(outer.call.node)
             product = self.region.leaf(outer.call.node, outer.dims)
-            quotient = self.region.express(output, output_dims)
+            quotient = self.region.express(output, read.output_dims)
             divided = probabilities.divided_by_sum(self.region, quotient, product, found, keys)
             if divided is None:
                 return None
@@ -125,7 +117,7 @@ class Reader:
             gain, found = rest, replace(found, is_masked_again=True)
         self._check_gain(gain, keys)
         core = find_core(self.region.effects, inner.leaf.node, output)
-        return self._build(inner, found, keys, value, core, output, output_dims, gain)
+        return self._build(replace(read, probabilities=found, gain=gain), core)
 
     def _match_quotient(self, product: fx.Node) -> Match | None:
         """The division by the sum of the exponentials that comes after the values: read again from there."""
@@ -154,30 +146,19 @@ class Reader:
                 "weight the values, or mask before the softmax",
             )
 
-    def _build(
-        self,
-        inner: scores.Scores,
-        found: probabilities.Probabilities,
-        keys: tuple[Axis, ...],
-        value: Factor,
-        core: Core,
-        output: fx.Node,
-        output_dims: Dims,
-        gain: sympy.Expr,
-    ) -> Match:
-        if inner.bias.has(INFINITY):
-            raise RefusedError(
-                "MASK_NOT_UNDERSTOOD", f"the mask arithmetic stays unresolved ({inner.bias})", "use where"
-            )
-        narrowed = inner.bias.free_symbols & self.region.narrowed
-        if narrowed and not masks_finite.is_bounded(self.region, inner.bias):
+    def _build(self, read: Weighing, core: Core) -> Match:
+        bias = read.scores.bias
+        if bias.has(INFINITY):
+            raise RefusedError("MASK_NOT_UNDERSTOOD", f"the mask arithmetic stays unresolved ({bias})", "use where")
+        narrowed = bias.free_symbols & self.region.narrowed
+        if narrowed and not masks_finite.is_bounded(self.region, bias):
             raise RefusedError(
                 "MASK_MAY_OVERFLOW",
                 f"scores with the mask {self.region.leaves[min(narrowed, key=str)].node.name} are cast to a dtype of"
                 " smaller range, in which a finite mask may be infinite",
                 "cast the product before the mask is added",
             )
-        emitter = assign_roles(self.region, inner, found, keys, value, output, output_dims, gain)
+        emitter = assign_roles(self.region, read)
         emitter = windowed(emitter, self.masks) or simplify(emitter, self.masks)
         readers = {node: self.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
         core.check(self.region.effects, readers)

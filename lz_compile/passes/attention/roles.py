@@ -7,6 +7,8 @@ that is needed to bring operands into ``[B, H, S, D]`` and the result back, what
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import sympy
 import torch
 from torch import fx
@@ -28,27 +30,30 @@ from lz_compile.passes.masks import finite as masks_finite
 _ENDS = PRODUCTS | {"softmax", "log_softmax"}
 
 
-def assign_roles(
-    region: Region,
-    inner: Scores,
-    found: Probabilities,
-    keys: tuple[Axis, ...],
-    value: Factor,
-    output: fx.Node,
-    output_dims: Dims,
-    gain: sympy.Expr,
-) -> AttentionEmitter:
+@dataclass(frozen=True)
+class Weighing:
+    """Values that are summed up over ``keys`` with the probabilities of scores as weights, times a ``gain``."""
+
+    scores: Scores
+    probabilities: Probabilities
+    keys: tuple[Axis, ...]
+    value: Factor
+    output: fx.Node
+    output_dims: Dims
+    gain: sympy.Expr = sympy.S.One
+
+
+def assign_roles(region: Region, read: Weighing) -> AttentionEmitter:
     """Name the axes of an attention that was read, and choose the dtype that its kernel computes in.
 
     Raises:
         RefusedError: an axis plays two roles, or a gain depends on query and key together.
     """
-    reader = inner.leaf.node
+    inner, found, output = read.scores, read.probabilities, read.output
     passed: dict[fx.Node, Dims] = {}
-    query = peel(region, inner.query, reader, passed)
-    key = peel(region, inner.key, reader, passed)
-    values = peel(region, value, output, passed)
-    roles = _roles(region, inner, found, atoms(keys), query, key, values, output_dims)
+    query, key = (peel(region, each, inner.leaf.node, passed) for each in (inner.query, inner.key))
+    values = peel(region, read.value, output, passed)
+    roles = _roles(region, read, query, key, values)
     scale, query_gain, key_gain = _place_gain(region, inner.gain * query.factor * key.factor, query, key, roles)
     if scale is None:
         raise RefusedError("SCALE_BY_SCORE", "the scale of the scores depends on query and key together", "use a bias")
@@ -78,11 +83,11 @@ def assign_roles(
         score_dtype=torch.promote_types(dtype, known_tensor(inner.leaf.node).dtype),
         rounds_bias=(bias != 0 or inner.distance != 0) and _rounds_joined(inner.leaf.node, dtype),
     )
-    output_gain = tidy(sympy.expand(gain * values.factor))
+    output_gain = tidy(sympy.expand(read.gain * values.factor))
     floor = torch.finfo(torch.float32).min if inner.is_floored and bias != 0 else None
     return AttentionEmitter(
         region, roles, query, key, values, query_gain, key_gain, keep, bias, output_gain, found.sinks, output,
-        output_dims, dtype, attrs, passed, floor, inner.fill or sympy.S.Zero,
+        read.output_dims, dtype, attrs, passed, floor, inner.fill or sympy.S.Zero,
         found.rounds_masked_rows or (found.is_exponential and not inner.is_shifted), distance=inner.distance,
     )  # fmt: skip
 
@@ -109,20 +114,12 @@ def _check_distances(found: Probabilities, inner: Scores, *, is_shift_free: bool
         raise RefusedError("SCORES_ARE_DISTANCES", text, "take the softmax of the negative distances")
 
 
-def _roles(
-    region: Region,
-    inner: Scores,
-    found: Probabilities,
-    keys: tuple[Axis, ...],
-    query: Operand,
-    key: Operand,
-    value: Operand,
-    output_dims: Dims,
-) -> Roles:
+def _roles(region: Region, read: Weighing, query: Operand, key: Operand, value: Operand) -> Roles:
+    inner, found, keys = read.scores, read.probabilities, atoms(read.keys)
     in_query, in_key, in_value = (set(axes_of(operand.dims)) for operand in (query, key, value))
     features = atoms(inner.summed)
     weights = set(axes_of(found.dims))
-    order = axes_of(output_dims)
+    order = axes_of(read.output_dims)
     value_features = tuple(axis for axis in order if axis in in_value and axis not in weights)
     rows = [axis for axis in order if axis in weights and axis not in keys]
     if (in_query | in_key | in_value) - {*features, *keys, *value_features, *rows} or len(set(features)) != len(

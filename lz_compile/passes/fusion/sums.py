@@ -13,6 +13,7 @@ from typing import Any
 from torch import fx
 
 from lz_compile.ground.reasons import Reason
+from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.fused import RESIDUAL
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf, Region
@@ -27,20 +28,8 @@ from lz_compile.passes.rewriting.match import Found, Input, Match, Site, TableEm
 
 
 @dataclass(frozen=True)
-class SumAttributes:
+class SumAttributes(OpAttributes):
     """A sum has none."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Nothing."""
-        return {}
-
-    def assuming_finite(self) -> SumAttributes:
-        """The same."""
-        return self
-
-    def deterministic(self) -> SumAttributes:
-        """The same."""
-        return self
 
 
 @dataclass(frozen=True)
@@ -99,9 +88,6 @@ def sum_before(reader: Match, name: str, effects: Effects) -> Match | Reason | N
     if expression - sum(expression.free_symbols) != 0:
         is_scaled = expression.is_Add and all(each.is_number and each != 0 for each in coefficients)
         return _refused(name, total, "scales what it adds") if is_scaled else None
-    call = effects.calls[total]
-    if call is not None and call.is_inplace:
-        return _refused(name, total, "overwrites what it adds to")
     if len({tensor.dtype for tensor in tensors}) != 1:
         return _refused(name, total, "is of tensors of several dtypes")
     return _match(reader, name, effects, chain, (leaves[0], leaves[1]), region)
@@ -120,7 +106,7 @@ def _chain(effects: Effects, read: fx.Node, dims: Dims) -> dict[fx.Node, Dims] |
             return found if is_pointwise(call) else None
         dims = found[call.input] = before
         call = effects.calls[call.input]
-    return found if call is not None and is_pointwise(call) else None
+    return found if call is not None and is_pointwise(call) and not call.is_inplace else None
 
 
 def _before(call: Call, dims: Dims) -> Dims | None:

@@ -291,34 +291,22 @@ def _only(axes: tuple[Axis, ...]) -> Axis:
     return axes[0]
 
 
-def _along(call: Call) -> Call:
-    """The same call with its dimension named, where there is but one."""
+def _element(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
+    """What a reduction along the rank reduces; a vector has no other dimension to name."""
     tensor = tensor_of(call.input)
     if call.get("dim") is None and tensor is not None and tensor.dim() == 1:
-        return replace(call, arguments={**call.arguments, "dim": 0})
-    return call
-
-
-def _sum(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
-    call = _along(call)
+        call = replace(call, arguments={**call.arguments, "dim": 0})
     inner = contraction.reduction_dims(call, dims)
     if inner is None:
-        raise _OtherError("sums over everything")
+        raise _OtherError("reduces everything")
     (element,) = reader.over(_only(inner[1]), [(call.input, inner[0])], call.node)
-    return reader.total(element)
+    return element
 
 
 def _norm(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
-    power = call.get("p", call.get("ord", call.arguments.get("#1", 2)))
-    tensor = tensor_of(call.input)
-    if power not in (2, 2.0, None, "fro") or tensor is None:
+    if call.get("p", call.get("ord", call.arguments.get("#1", 2))) not in (2, 2.0, None, "fro"):
         raise _OtherError("takes another norm than the Euclidean one")
-    call = _along(call)
-    inner = contraction.reduction_dims(call, dims)
-    if inner is None:
-        raise _OtherError("takes the norm of everything")
-    (element,) = reader.over(_only(inner[1]), [(call.input, inner[0])], call.node)
-    return sympy.sqrt(reader.total(element**2))
+    return sympy.sqrt(reader.total(_element(reader, call, dims) ** 2))
 
 
 def _product(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
@@ -372,7 +360,7 @@ def _clamp(region: Region, call: Call, dims: Dims) -> sympy.Expr:
 
 
 _REDUCTIONS: Mapping[str, Callable[[_Reader, Call, Dims], sympy.Expr]] = {
-    "sum": _sum,
+    "sum": lambda reader, call, dims: reader.total(_element(reader, call, dims)),
     **dict.fromkeys(_NORMS, _norm),
     **dict.fromkeys(contraction.PRODUCTS, _product),
     "cosine_similarity": _cosine_similarity,

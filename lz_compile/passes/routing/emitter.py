@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import Size, product
-from lz_compile.lowering.ops.routing import Operands, RoutingAttrs, RoutingFacts
+from lz_compile.ground.sizes import product
+from lz_compile.lowering.ops.routing import SHAPES, SIZES, Operands, RoutingAttrs, RoutingFacts
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.graph.view import known_tensor, tensor_of
@@ -35,36 +35,22 @@ class Operand:
 
 @dataclass(frozen=True)
 class Places:
-    """The axes of the canonical layout."""
+    """The axes of the canonical layout, by the letters of the op's ``SHAPES``."""
 
-    rollouts: Run
-    tokens: Run
-    features: Run
-    outputs: Run
-    rank: Run
-    quarantine_rank: Run
+    runs: Mapping[str, Run]
+
+    def of(self, letters: str) -> Groups:
+        """Those of some letters."""
+        return tuple(self.runs[letter] for letter in letters.replace("|1", "").split())
 
     def groups(self, name: str, dims: Dims) -> Groups:
         """The dimensions of an operand."""
-        rank, few, out, features = self.rank, self.quarantine_rank, self.outputs, self.features
-        found: Mapping[str, Groups] = {
-            "x": (self.rollouts, self.tokens, features),
-            "vh": (rank, features),
-            "u": (out, rank),
-            "delta": (rank,),
-            "a_q": (few, features),
-            "b_q": (out, few),
-            "v": (rank,),
-            "weight": (out, features),
-            "bias": (out,),
-            "base": (self.rollouts, self.tokens, out),
-            "gate": (self.rollouts, self.tokens, rank) if self.are_tokens(dims) else (self.rollouts, rank),
-        }
-        return found[name]
+        gate = "G S R" if self.are_tokens(dims) else "G R"
+        return self.of(gate if name == "gate" else SHAPES[name])
 
     def are_tokens(self, dims: Dims) -> bool:
         """Whether something differs between the tokens of a rollout."""
-        return bool(set(self.tokens) & set(axes_of(dims)))
+        return not set(self.runs["S"]).isdisjoint(axes_of(dims))
 
 
 @dataclass(frozen=True)
@@ -139,7 +125,7 @@ class RoutingEmitter(TableEmitter):
     @property
     def groups(self) -> Groups:
         """Rollouts, tokens and outputs."""
-        return (self.places.rollouts, self.places.tokens, self.places.outputs)
+        return self.places.of("G S E")
 
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""
@@ -154,18 +140,13 @@ class RoutingEmitter(TableEmitter):
         )
 
     def _facts(self, core: Core) -> RoutingFacts:
-        places = self.places
-
         def wants_grad(*names: str) -> bool:
             return core.wants_grad(part.leaf.node for name in names for part in self.parts.get(name, ()))
 
+        counts = (product(axis.size for axis in axes) for axes in self.places.of("G S D E R Q"))
+        sizes: dict[str, Any] = dict(zip(SIZES, counts, strict=True))
         return RoutingFacts(
-            num_rollouts=_count(places.rollouts),
-            rollout_length=_count(places.tokens),
-            in_features=_count(places.features),
-            out_features=_count(places.outputs),
-            rank=_count(places.rank),
-            quarantine_rank=_count(places.quarantine_rank),
+            **sizes,
             dtype=self.matrix_dtype,
             device=known_tensor(self.output).device.type,
             needs_grad=wants_grad(*self.parts),
@@ -177,10 +158,6 @@ class RoutingEmitter(TableEmitter):
         stopped = f", detached where cos(a, v) > {self.attrs.threshold:g}" if self.attrs.arm == "act" else ""
         layer = "W x + " if self.attrs.has_weight else "base + " if "base" in self.parts else ""
         return f"{layer}U ((Vh x{gate}) * delta){stopped} + B (A x)"
-
-
-def _count(axes: Run) -> Size:
-    return product(axis.size for axis in axes)
 
 
 def _places(parts: Mapping[str, tuple[Operand, ...]], output_dims: Dims) -> Places:
@@ -200,11 +177,6 @@ def _places(parts: Mapping[str, tuple[Operand, ...]], output_dims: Dims) -> Plac
     ):  # nothing, or every token for itself: rollouts are what the first dimension counts
         first = set(atoms(output_dims[0])) if len(output_dims) > 2 else set(tokens[: len(tokens) - 1])
         rollouts = tuple(axis for axis in tokens if axis in first)
-    return Places(
-        rollouts,
-        tuple(axis for axis in tokens if axis not in set(rollouts)),
-        features,
-        outputs,
-        rank,
-        tuple(axis for axis in few if axis not in set(features)),
-    )
+    others = tuple(axis for axis in tokens if axis not in set(rollouts))
+    quarantine = tuple(axis for axis in few if axis not in set(features))
+    return Places({"G": rollouts, "S": others, "D": features, "E": outputs, "R": rank, "Q": quarantine})

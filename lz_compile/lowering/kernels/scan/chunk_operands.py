@@ -14,9 +14,6 @@ import torch.nn.functional as F
 
 from lz_compile.lowering.ops.scan import DIMS, Operands, ScanAttrs, sizes_of
 
-#: Of an operand's dimensions, the one that is time.
-TIME = 2
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChunkOperands(Operands):

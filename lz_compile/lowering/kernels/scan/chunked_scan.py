@@ -6,9 +6,6 @@ length, at the price of products of ``K x K`` matrices where a step erases.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeAlias
-
 import torch
 
 from lz_compile.lowering.kernels.scan import chunk_prefixes
@@ -20,9 +17,6 @@ from lz_compile.lowering.scan_products import product
 #: The most chunks that follow one another in a loop.
 LOOPED = 8
 
-#: From the chunks and the first state, the states before all chunks and the last one.
-Passing: TypeAlias = Callable[[ChunkForm, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-
 
 def scan(x: Operands, attrs: ScanAttrs, chunk: int = CHUNK) -> tuple[torch.Tensor, torch.Tensor]:
     """The scan in the op's canonical layout (see ``lowering/ops/scan.py``); ``chunk`` is a power of two above one.
@@ -30,7 +24,18 @@ def scan(x: Operands, attrs: ScanAttrs, chunk: int = CHUNK) -> tuple[torch.Tenso
     Raises:
         ValueError: a decay differs between the columns of the state, or a size other than batch and heads is symbolic.
     """
-    return in_chunks(x, attrs, chunk, passed)
+    operands = ChunkOperands.of(x, attrs).with_drive_as_update()
+    if operands.decay is not None and operands.decay.shape[4] != 1:
+        raise ValueError(f"scan in chunks: expected one decay for every row, received {tuple(operands.decay.shape)}")
+    driven = None if operands.drive is None else without_drive(operands, attrs.reads)
+    rest = operands if driven is None else driven.rest
+    chunk = min(chunk, _power_of_two(operands.length))
+    form = chunk_form(rest, attrs.reads, chunk)
+    states, last = _passed(form, operands.state)
+    reads = form.reads(states)[:, :, : operands.length]
+    if driven is not None:
+        reads, last = reads + driven.reads, last + driven.state
+    return results(reads, last, operands, attrs)
 
 
 def in_few_steps(x: Operands, attrs: ScanAttrs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,23 +44,7 @@ def in_few_steps(x: Operands, attrs: ScanAttrs) -> tuple[torch.Tensor, torch.Ten
     return reference(x, attrs) if by_column or attrs.drops else scan(x, attrs)
 
 
-def in_chunks(x: Operands, attrs: ScanAttrs, chunk: int, passing: Passing) -> tuple[torch.Tensor, torch.Tensor]:
-    """The scan over canonical operands, with ``passing`` from chunk to chunk; raises what :func:`scan` does."""
-    operands = ChunkOperands.of(x, attrs).with_drive_as_update()
-    if operands.decay is not None and operands.decay.shape[4] != 1:
-        raise ValueError(f"scan in chunks: expected one decay for every row, received {tuple(operands.decay.shape)}")
-    driven = None if operands.drive is None else without_drive(operands, attrs.reads)
-    rest = operands if driven is None else driven.rest
-    chunk = min(chunk, _power_of_two(operands.length))
-    form = chunk_form(rest, attrs.reads, chunk)
-    states, last = passing(form, operands.state)
-    reads = form.reads(states)[:, :, : operands.length]
-    if driven is not None:
-        reads, last = reads + driven.reads, last + driven.state
-    return results(reads, last, operands, attrs)
-
-
-def passed(form: ChunkForm, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _passed(form: ChunkForm, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The states before the chunks ``[B, H, n, K, V]`` and the last one, from the first."""
     if form.writes.shape[2] > LOOPED:
         factors, summands, times = form.maps()

@@ -23,7 +23,7 @@ from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of
 from lz_compile.passes.graph.writes import NEW
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
-from lz_compile.passes.loops.roll.slices import elements_of
+from lz_compile.passes.loops.roll.slices import elements_of, places_of
 from lz_compile.passes.loops.roll.step_graph import Emitter
 
 #: No model fills a tensor by more parts; a loop may.
@@ -32,20 +32,13 @@ _MOST_PARTS = 16
 
 @dataclass(frozen=True)
 class _Part:
-    """A value that is put into ``start:stop:step`` of a dimension; ``drops`` where the index takes that dimension away."""
+    """A value that is put into places of a dimension; ``drops`` where the index takes that dimension away."""
 
     write: fx.Node
     value: Any
     dim: int
-    start: int
-    stop: int
-    step: int
+    places: range
     drops: bool
-
-    @property
-    def places(self) -> range:
-        """Along the dimension."""
-        return range(self.start, self.stop, self.step)
 
 
 def join_parts(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
@@ -118,17 +111,9 @@ def _part(write: fx.Node, target: fx.Node, new: fx.Node, tensor: torch.Tensor) -
     if len(cuts) != 1 or not isinstance(value, fx.Node):
         return None
     (dim, cut), size = cuts[0], shape[cuts[0][0]]
-    if not isinstance(size, int):
-        return None
-    if isinstance(cut, int) and not isinstance(cut, bool):
-        part = _Part(write, value, dim, cut % size, cut % size + 1, 1, drops=True)
-    elif isinstance(cut, slice) and all(
-        each is None or isinstance(each, int) for each in (cut.start, cut.stop, cut.step)
-    ):
-        part = _Part(write, value, dim, *cut.indices(size), drops=False)
-    else:
-        return None
-    return part if _fits(part, tensor) else None
+    found = places_of(cut, size) if isinstance(size, int) else None
+    part = None if found is None else _Part(write, value, dim, *found)
+    return part if part is not None and _fits(part, tensor) else None
 
 
 def _fits(part: _Part, tensor: torch.Tensor) -> bool:
@@ -148,7 +133,7 @@ def _stays(part: _Part, last: fx.Node, effects: Effects) -> bool:
 
 def _are_all(parts: Sequence[_Part], tensor: torch.Tensor) -> bool:
     """Whether parts are the whole tensor, cut along one dimension: one behind the other, or in turn."""
-    (dim, step), *others = {(part.dim, part.step) for part in parts}
+    (dim, step), *others = {(part.dim, part.places.step) for part in parts}
     size = shape_of(tensor)[dim]
     if others or step < 1 or not isinstance(size, int):
         return False
@@ -156,19 +141,19 @@ def _are_all(parts: Sequence[_Part], tensor: torch.Tensor) -> bool:
         is_whole = size == step * len(parts[0].places) and {len(part.places) for part in parts} == {
             len(parts[0].places)
         }
-        return is_whole and sorted(part.start for part in parts) == list(range(step))
-    ordered = sorted(parts, key=lambda part: part.start)
-    ends = [0, *(part.stop for part in ordered)]
-    return ends[-1] == size and all(part.start == end for part, end in zip(ordered, ends, strict=False))
+        return is_whole and sorted(part.places.start for part in parts) == list(range(step))
+    ordered = sorted((part.places for part in parts), key=lambda places: places.start)
+    ends = [0, *(places.stop for places in ordered)]
+    return ends[-1] == size and all(places.start == end for places, end in zip(ordered, ends, strict=False))
 
 
 def _join(parts: Sequence[_Part], order: Sequence[int], tensor: torch.Tensor, emit: Emitter) -> fx.Node:
     """The parts in one tensor, which lies in memory as the one that they were put into."""
-    ordered = sorted(parts, key=lambda part: part.start)
+    ordered = sorted(parts, key=lambda part: part.places.start)
     kinds = {known_tensor(part.value).dtype for part in parts}
     kind = kinds.pop() if len(kinds) == 1 else tensor.dtype  # what is alike is cast as a whole
     values = [_value(part, order, kind, emit) for part in ordered]
-    dim, step = order.index(parts[0].dim), parts[0].step
+    dim, step = order.index(parts[0].dim), parts[0].places.step
     if step == 1:
         value = emit.call(torch.cat, values, dim)
     else:

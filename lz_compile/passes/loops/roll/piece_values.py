@@ -22,7 +22,7 @@ from lz_compile.passes.formula.axes import Dims, LayoutError, broadcast_from, fr
 from lz_compile.passes.formula.expressions import plain_number
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, known_tensor, read, tensor_of
-from lz_compile.passes.loops.roll.slices import elements_of
+from lz_compile.passes.loops.roll.slices import elements_of, places_of
 from lz_compile.passes.loops.roll.step_graph import Emitter
 
 #: What changes no number; only a sum or a product has its operands in any order.
@@ -91,14 +91,14 @@ def _cuts(index: Any, tensor: torch.Tensor) -> list[_Cut] | None:
 
 def _cut(dim: int, element: Any, size: Size) -> _Cut | None:
     """What one element of an index leaves out; of a symbolic size, only what says so whatever it is."""
-    if isinstance(element, int):
-        return _Cut(dim, element % size, size - element % size - 1, drops=True) if isinstance(size, int) else None
-    start, stop, step = (0 if element.start is None else element.start), element.stop, element.step
-    if not isinstance(start, int) or not isinstance(stop, int | None) or step not in (None, 1):
-        return None
     if isinstance(size, int):
-        start, stop, _ = element.indices(size)
-        return _Cut(dim, start, size - stop, drops=False) if start < stop else None
+        places, drops = places_of(element, size) or (range(0), False)
+        return _Cut(dim, places.start, size - places.stop, drops) if places and places.step == 1 else None
+    if not isinstance(element, slice) or element.step not in (None, 1):
+        return None
+    start, stop = (0 if element.start is None else element.start), element.stop
+    if not isinstance(start, int) or not isinstance(stop, int | None):
+        return None
     is_told = start >= 0 and (stop is None or stop < 0)
     return _Cut(dim, start, -(stop or 0), drops=False) if is_told else None
 

@@ -308,6 +308,15 @@ def range_of(element: Any, size: int | None) -> tuple[int, int | None] | None:
     return start, stop - start
 
 
+def places_of(element: Any, size: int) -> tuple[range, bool] | None:
+    """The places that an element of an index selects, and whether that drops the dimension; None where no numbers say so."""
+    if isinstance(element, int) and not isinstance(element, bool):
+        return range(element % size, element % size + 1), True
+    ends = (element.start, element.stop, element.step) if isinstance(element, slice) else (element,)
+    is_known = len(ends) > 1 and all(each is None or isinstance(each, int) for each in ends)
+    return (range(*element.indices(size)), False) if is_known else None
+
+
 def _picked(calls: Sequence[Call], resolve: Resolve) -> Slices | None:
     """Pieces that a call like ``unbind`` or ``split`` cut a tensor into."""
     pieces = [_piece(call, resolve) for call in calls]
