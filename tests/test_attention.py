@@ -660,6 +660,7 @@ def test_nan_in_masked_keys_is_passed_on_where_the_source_passes_it_on(kernel: s
     torch.testing.assert_close(got, attention(*_poisoned()), equal_nan=True)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("keys", [7, 15, 16, 23])
 def test_a_query_of_nan_gives_nan_in_its_row_only(keys: int, dtype: torch.dtype) -> None:
@@ -784,6 +785,7 @@ ADDED: dict[str, tuple[Callable[..., Any], bool | None]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", ["torch.sdpa", "lz.tiled"])
 @pytest.mark.parametrize("name", ADDED)
 def test_one_number_added_to_all_scores_fits_every_kernel(name: str, kernel: str) -> None:
