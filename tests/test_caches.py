@@ -92,7 +92,11 @@ class Process:
             "LAYERZERO_CACHE_DIR": str(self.directory / "layerzero"),
         }
         done = subprocess.run(
-            [sys.executable, "-c", USUAL_MACHINE + CHILD, *cases], env=given, capture_output=True, text=True, check=False
+            [sys.executable, "-c", USUAL_MACHINE + CHILD, *cases],
+            env=given,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         return list(json.loads(done.stdout.splitlines()[-1]).values())

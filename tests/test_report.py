@@ -805,7 +805,9 @@ def test_torch_logs_tell_decisions_and_the_structured_trace_holds_graphs_and_rep
     """Without them nothing is said: see ``test_telemetry.py``."""
     given = {**os.environ, "PYTHONPATH": str(ROOT), "LAYERZERO_CACHE_DIR": str(tmp_path / "cache")}
     given |= {"TORCH_LOGS": "+lz_compile", "TORCH_TRACE": str(tmp_path / "trace")}
-    done = subprocess.run([sys.executable, "-c", USUAL_MACHINE + CHILD], env=given, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", USUAL_MACHINE + CHILD], env=given, capture_output=True, text=True, check=True
+    )
     text = done.stderr
     assert "rewritten (expected at" in text
     assert "attention" in text
