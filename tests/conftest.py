@@ -99,6 +99,8 @@ def _interpret_quickly() -> None:
 
     def patched(part: Any, *given: Any) -> None:
         for name, each in members(part):
+            if getattr(part, name) is not each:  # patched already, by the call that calls this one
+                break
             interpreter._patch_attr(part, name, each, *given)
 
     def numpys(dtype: Any, *, look_up: Callable[[Any], Any] = interpreter._get_np_dtype) -> Any:
