@@ -102,6 +102,10 @@ class Beside:
         return run
 
 
+#: What a program of a test's begins with that has empty caches: what the machine does in a second need not be measured (2 s).
+USUAL_MACHINE = "from lz_compile.runtime.measure import cost; cost.rates = cost.usual\n"
+
+
 def known_instruction_sets() -> dict[str, str]:
     """Environment of a process with empty caches: it need not build again (7 s) what shows that this compiler's code runs."""
     return {"TORCHINDUCTOR_VEC_ISA_OK": "1"} if pick_vec_isa() else {}

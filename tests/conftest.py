@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import inspect
 import logging
 import os
 import shutil
@@ -23,6 +25,10 @@ sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors here are small; threads only make tests wait for each other
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# Hundreds of libraries are linked against PyTorch's, which gold does in less than half of the time that the usual linker takes.
+if (gold := shutil.which("ld.gold")) and "COMPILER_PATH" not in os.environ:
+    os.environ["COMPILER_PATH"] = tempfile.mkdtemp(dir=CACHE)
+    os.symlink(gold, os.path.join(os.environ["COMPILER_PATH"], "ld"))
 # oneDNN's bfloat16 products with AMX leak a NaN into the row before it (K = 23): eager must be the same on every machine.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
@@ -31,6 +37,7 @@ import torch  # noqa: E402 - reads the variables above
 import torch._dynamo.guards  # noqa: E402 - reads the variables above
 import torch._dynamo.symbolic_convert  # noqa: E402 - reads the variables above
 from hypothesis import settings  # noqa: E402 - keeps the imports of this file together
+from torch.utils._config_module import _UNSET_SENTINEL, ConfigModule  # noqa: E402 - reads the variables above
 
 from lz_compile import clear_reports  # noqa: E402 - reads the variables above
 from lz_compile.compile import choices, match_tuning  # noqa: E402 - reads the variables above
@@ -62,6 +69,52 @@ torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 # Nor does it need to split every traced file into tokens, to name functions in another log.
 torch._dynamo.symbolic_convert.get_funcname = lambda *_: None
 
+
+def _setting(module: Any, name: str, *, slowly: Callable[..., Any] = ConfigModule.__getattr__) -> Any:
+    """A setting of PyTorch's, whose million reads ask each whether it is deprecated, an alias or forced; most are none of these."""
+    entry = module._config.get(name)
+    if entry is None or entry.hide or entry.deprecated or entry.alias or entry.env_value_force is not _UNSET_SENTINEL:
+        return slowly(module, name)
+    value = entry.user_override.get()
+    if value is not _UNSET_SENTINEL:
+        return value
+    if entry.env_value_default is _UNSET_SENTINEL and entry.justknob is None and type(entry.default) in _PLAIN:
+        return entry.default
+    return slowly(module, name)
+
+
+_PLAIN = (bool, int, str, float, type(None))
+if torch.__version__.startswith("2.13"):  # what an entry holds is its own
+    ConfigModule.__getattr__ = _setting  # type: ignore[method-assign]  # the same values
+
+
+def _interpret_quickly() -> None:
+    """Triton's interpreter looks through all of its language and types at every call of a function: half of its time."""
+    from triton import language
+    from triton.runtime import interpreter
+
+    @functools.cache
+    def members(part: Any) -> list[tuple[str, Any]]:
+        return [(name, each) for name, each in inspect.getmembers(part) if language.core.is_builtin(each)]
+
+    def patched(part: Any, *given: Any) -> None:
+        for name, each in members(part):
+            if getattr(part, name) is not each:  # patched already, by the call that calls this one
+                break
+            interpreter._patch_attr(part, name, each, *given)
+
+    def numpys(dtype: Any, *, look_up: Callable[[Any], Any] = interpreter._get_np_dtype) -> Any:
+        if dtype.name not in known:
+            known[dtype.name] = look_up(dtype)
+        return known[dtype.name]
+
+    known: dict[str, Any] = {}
+    interpreter._patch_builtin, interpreter._get_np_dtype = patched, numpys
+
+
+if os.environ.get("TRITON_INTERPRET") == "1":
+    _interpret_quickly()
+
 # An eighth of the suite's time went into collecting what the imports above made and what lives as long as they.
 gc.freeze()
 gc.set_threshold(10_000, 20, 50)
@@ -75,6 +128,7 @@ settings.load_profile("ci")
 def _old_objects_rest() -> Iterator[None]:
     """Leave what the tests of a file made and kept out of every later collection; some tests end that for themselves."""
     yield
+    torch._dynamo.reset()
     gc.collect()
     gc.freeze()
 
@@ -82,6 +136,7 @@ def _old_objects_rest() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def clean_compiler() -> Iterator[None]:
     """Forget compiled code, reports and what was configured, and make random numbers repeat."""
+    torch._dynamo.reset()
     _forget()
     torch.set_default_device(DEVICE)
     torch.manual_seed(0)
@@ -90,7 +145,6 @@ def clean_compiler() -> Iterator[None]:
 
 
 def _forget() -> None:
-    torch._dynamo.reset()
     clear_reports()
     policy.reset()
 

@@ -222,6 +222,7 @@ LIKE = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", LIKE)
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_windows_with_more_to_them_are_bands_too(name: str, is_trained: bool) -> None:

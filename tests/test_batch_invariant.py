@@ -315,6 +315,7 @@ def test_attention_without_keys_is_zero():
         assert torch.equal(attention(torch.randn(2, 3, 4, 8), *[torch.randn(2, 3, 0, 8)] * 2), torch.zeros(2, 3, 4, 8))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1), (17, 2), (5, 7), (300, 33), (33, 64)])
 def test_a_linear_gives_a_row_the_same_bits_wherever_it_stands(shape, dtype):

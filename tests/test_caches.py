@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import known_instruction_sets
+from backends import USUAL_MACHINE, known_instruction_sets
 from torch import fx
 from torch._inductor import cpu_vec_isa
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -92,7 +92,11 @@ class Process:
             "LAYERZERO_CACHE_DIR": str(self.directory / "layerzero"),
         }
         done = subprocess.run(
-            [sys.executable, "-c", CHILD, *cases], env=given, capture_output=True, text=True, check=False
+            [sys.executable, "-c", USUAL_MACHINE + CHILD, *cases],
+            env=given,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr
         return list(json.loads(done.stdout.splitlines()[-1]).values())

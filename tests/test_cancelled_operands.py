@@ -46,6 +46,7 @@ PLACES: dict[str, tuple[Callable[[Tensor, Tensor, Callable[..., Tensor]], Tensor
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("way", IDLE)
 @pytest.mark.parametrize("place", PLACES)
 def test_what_cancels_out_keeps_its_nan_and_its_gradient(place: str, way: str):

@@ -52,6 +52,7 @@ def leaf(chance: random.Random, dtype: torch.dtype) -> Tensor:
     return value.permute([order.index(place) for place in range(5)])
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("seed", range(3))
 def test_lines_over_any_leaves_give_what_pytorch_computes(seed: int, dtype: torch.dtype) -> None:
@@ -196,6 +197,7 @@ def narrow(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
     return plain(x.bfloat16().float(), dt, b.bfloat16().float(), c, a)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("mode", ["fake", "symbolic"])
 @pytest.mark.parametrize(
     "model",

@@ -247,6 +247,7 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return powers / powers.sum(-1, keepdim=True) @ v
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("source", "kernel"), [(by_torch, "torch.sdpa"), (by_hand, None)])
 @pytest.mark.parametrize("is_dynamic", [False, True])
 def test_inductor_is_asked_what_it_makes_of_an_attention(

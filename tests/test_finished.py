@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch._functorch.config
 import torch._inductor.config
-from backends import known_instruction_sets
+from backends import USUAL_MACHINE, known_instruction_sets
 from rich.console import Console
 from torch import nn
 
@@ -457,7 +457,7 @@ print(report.loaded, same, "torch._inductor.compile_fx" in sys.modules, *(each.k
 def _run(tmp_path: Path, how: str, **variables: str) -> list[str]:
     caches = {name: str(tmp_path / f"{how}-{name}") for name in ("LAYERZERO_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(tmp_path / "a.zip"), how, str(tmp_path / "results.pt")],
+        [sys.executable, "-c", USUAL_MACHINE + _PROGRAM, str(tmp_path / "a.zip"), how, str(tmp_path / "results.pt")],
         env={**os.environ, "OMP_NUM_THREADS": "2", **caches, **known_instruction_sets(), **variables},
         cwd=HERE,
         capture_output=True,

@@ -441,6 +441,7 @@ EAGER: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("op", EAGER)
 @pytest.mark.parametrize("fault", ["none", "wrong", "writes", "exits"])
 def test_every_eager_call_proves_what_is_not_shipped(op: str, fault: str) -> None:

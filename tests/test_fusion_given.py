@@ -291,6 +291,7 @@ def both(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> tuple[Ten
     return q.tanh() @ k.mT @ v, k
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("kv_heads", [1, 3])
 def test_query_and_key_are_turned_by_one_kernel(seen: Any, kv_heads: int, dynamic: bool) -> None:

@@ -139,6 +139,7 @@ def padding():
     return torch.arange(KEYS) >= torch.tensor([[KEYS - 3], [KEYS]])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("is_float", [False, True])
 @pytest.mark.parametrize("has_padding", [False, True])
@@ -264,6 +265,7 @@ def test_dropout_draws_what_eager_draws(need_weights):
     assert not recorder.calls_left
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("need_weights", [False, True])
 @pytest.mark.parametrize("has_masks", [False, True])
 def test_dynamic_batch_and_lengths(need_weights, has_masks):
@@ -295,6 +297,7 @@ def test_a_transformer_encoder(is_training):
     check(model, tokens(batch_first=True), count=2)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("activation", ["relu", "gelu"])
 @pytest.mark.parametrize("masks", [{}, {"src_key_padding_mask": padding()}, {"mask": causal(KEYS)}])

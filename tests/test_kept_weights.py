@@ -85,6 +85,7 @@ def made(monkeypatch):
     return texts
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("index", [None, SHUFFLED, torch.arange(31, -1, -1) // 8, torch.arange(32) % 4], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 20])
 def test_words_become_bytes_of_two_numbers_once_for_all_calls(index, rows, monkeypatch):

@@ -338,6 +338,7 @@ def _cases(draw: st.DrawFn, supports: frozenset[str]) -> Case:
 # ---- numerics ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @for_every_dtype
 @for_every_kernel
 def test_a_kernel_gives_what_the_reference_gives_in_float64(kernel, dtype):

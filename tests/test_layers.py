@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import zoo
 from backends import Beside, Rewriting, Traced
 from rich.console import Console
+from tiers import examples
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -758,7 +759,7 @@ def _random_model(rng: random.Random) -> Callable[..., Any]:
 @pytest.mark.parametrize("first", range(0, 60, 12))
 def test_random_layers_compute_what_they_did_and_most_are_folded(first: int):
     made = {}
-    for seed in range(first, first + 12):
+    for seed in range(first, first + examples(8, 12)):
         torch.manual_seed(0)
         model = _random_model(random.Random(seed))
         inputs = [torch.randn(3, D, dtype=torch.float64) for _ in range(2)]
@@ -769,7 +770,7 @@ def test_random_layers_compute_what_they_did_and_most_are_folded(first: int):
             result, model(*inputs), rtol=0, atol=0, equal_nan=True, msg=f"seed {seed}: {{}}".format
         )
         made[seed] = calls_of(backend)
-    assert sum(map(bool, made.values())) >= 6, made
+    assert sum(map(bool, made.values())) >= len(made) // 2, made
 
 
 def test_inductor_compiles_layers_once_to_the_same_bits():

@@ -548,6 +548,7 @@ def test_gradients_of_flex_attention_are_those_of_the_reference(case):
         torch.testing.assert_close(one.double(), other, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_dynamic", [False, True])
 @pytest.mark.parametrize("has_mask", [False, True])
 def test_flex_attention_is_a_node_with_graphs_of_its_own_and_has_gradients(has_mask, is_dynamic):

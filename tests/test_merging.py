@@ -12,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from backends import USUAL_MACHINE, known_instruction_sets
 
 import lz_compile as lz
 from lz_compile.errors import CommandError, DispatchTableError
@@ -178,8 +179,8 @@ def test_a_merged_lock_file_decides_the_same_with_two_instruction_sets(tmp_path)
     files = [tmp_path / f"{name}.json" for name in capabilities]
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", CHILD, str(file), str(merged), kernel], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "ATEN_CPU_CAPABILITY": name},
+            [sys.executable, "-c", USUAL_MACHINE + CHILD, str(file), str(merged), kernel], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+            env={**os.environ, **known_instruction_sets(), "PYTHONPATH": str(ROOT), "ATEN_CPU_CAPABILITY": name},
         )
         for file, (name, kernel) in zip(files, capabilities.items(), strict=True)
     ]  # fmt: skip

@@ -163,7 +163,7 @@ def problems(draw):
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-@settings(max_examples=examples(9, 40), deadline=None)
+@settings(max_examples=examples(6, 40), deadline=None)
 @given(
     problem=problems(),
     window=st.sampled_from((None, 1, 7, 64)),

@@ -40,6 +40,7 @@ def run(read: Reading, scan: Callable[[Tensor, Tensor], Tensor], given: tuple[Te
     return torch.compile(lambda a, b, c: read(scan(a, b), c), backend=backend, fullgraph=True)(*given), backend
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", sorted(READ))
 @pytest.mark.parametrize("form", [combined, padded])
 def test_what_is_read_of_the_states_is_read_by_the_scan_with_its_gradients(form: Any, name: str) -> None:

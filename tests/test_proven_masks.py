@@ -130,6 +130,7 @@ def test_queries_after_a_cache_are_counted_from_the_end(kernel: str, spell: Any)
     assert match.attributes["band"] == {"lower": None, "upper": 0, "at_end": True}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_new_tokens_after_a_cache_of_any_length_see_it_all(kernel: str, dynamic: bool) -> None:

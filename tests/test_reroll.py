@@ -812,6 +812,7 @@ def _without_gradients(rows):
     return rows.cumsum(1)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_stacked", [True, False])
 @pytest.mark.parametrize("name", UNDIFFERENTIATED)
 def test_what_nobody_differentiates_of_a_loop_gets_no_zeros(name, is_stacked):

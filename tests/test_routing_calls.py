@@ -273,6 +273,7 @@ def compiled(backend: Any, arm: str, **given: Any) -> None:
     torch.testing.assert_close(*results, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("arm", ARMS)
 @pytest.mark.parametrize("way", ["even", "packed"])
 def test_a_compiled_call_is_the_same_with_its_record(arm: str, way: str) -> None:

@@ -181,6 +181,7 @@ def test_a_row_divided_by_the_root_mean_square_of_another_is_none_and_not_told()
 SPACES = variants.log_space()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", some(SPACES, 17, lambda name: "segsum" not in name))
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_recurrences_by_running_sums_are_scans(name: str, is_trained: bool) -> None:

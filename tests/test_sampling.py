@@ -67,6 +67,7 @@ def test_kernels_draw_what_the_definition_draws(kernel, names, vocab, dtype, see
     assert found.tolist() == expected.tolist()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("result", ["scores", "probs"])
 @pytest.mark.parametrize("kernel", KERNELS)
 @settings(max_examples=8, deadline=None)

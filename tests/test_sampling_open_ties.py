@@ -146,6 +146,7 @@ WRITTEN = (
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("function", WRITTEN)
 def test_what_is_kept_of_equal_scores_is_what_eager_code_keeps(function, kernel):

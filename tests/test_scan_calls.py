@@ -52,6 +52,7 @@ def compiled(function: Callable[..., Any], given: list[Tensor], **options: Any) 
     return torch.compile(function, backend=backend, fullgraph=True)(*given), backend
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_call_runs_the_kernel_that_is_locked(name: str, grad: bool) -> None:

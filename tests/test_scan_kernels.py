@@ -125,6 +125,7 @@ def test_chunks_and_pairs_are_the_reference_whatever_a_step_is(chunk, **form):
     assert_near(in_pairs, exact, 1e-8)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=lambda dtype: str(dtype)[6:])
 @for_every_kernel
 def test_operands_of_every_dtype_are_computed_in_float32(name, dtype):

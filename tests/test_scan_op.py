@@ -350,6 +350,7 @@ def average(decay: Tensor, drive: Tensor, initial: Tensor | None, dim: int) -> t
     return torch.stack(states, dim), state
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize(
     ("shape", "dim", "decay", "initial"),

@@ -66,6 +66,7 @@ def raising(*_: Any) -> tuple[Tensor, ...]:
     raise RuntimeError("scan might be aliasing the input or the output!")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("graded", [("x", "w"), ("w",), ("x", "w", "state"), ("x",)])
 @pytest.mark.parametrize("is_given", [False, True])
 def test_gradients_go_through_all_steps_of_a_loop_that_stays(graded: tuple[str, ...], is_given: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import Rewriting
+from backends import USUAL_MACHINE, Rewriting
 from problems import from_tensors
 from torch import Tensor, nn
 
@@ -444,7 +444,7 @@ for options in ({}, {"layerzero.dispatch_table": sys.argv[1]}):
 """
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "LAYERZERO_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path / "lock.json")],
+        [sys.executable, "-c", USUAL_MACHINE + script, str(tmp_path / "lock.json")],
         env=environment,
         capture_output=True,
         text=True,

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from backends import Rewriting
+from backends import USUAL_MACHINE, Rewriting
 from problems import kernel, measured, problem_context
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -805,6 +805,7 @@ def test_training_and_dynamic_sizes_are_measured_as_inductor_compiles_them(monke
 
 PROGRAM = """
 import sys; sys.path[:0] = {path!r}
+{usual_machine}
 import torch, lz_compile as lz
 from lz_compile.compile import measuring
 from lz_compile.backend import layerzero
@@ -823,7 +824,7 @@ print(len(count), lz.reports()[0].matches[0].candidates[0]["origin"], faults)
 
 @pytest.mark.slow
 def test_another_process_does_not_measure_again(tmp_path):
-    program = PROGRAM.format(path=[entry for entry in sys.path if entry])
+    program = PROGRAM.format(usual_machine=USUAL_MACHINE, path=[entry for entry in sys.path if entry])
     lines = []
     for _ in range(2):
         done = subprocess.run(

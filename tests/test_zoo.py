@@ -22,7 +22,7 @@ TWINS = frozenset(
 assert set(zoo.names()) >= TWINS
 #: Every other family spelled out, which is what a recogniser can get wrong; a call of SDPA stays what it is.
 CASES = [
-    pytest.param(name, attn, marks=() if place % 8 == 0 or is_other else pytest.mark.thorough)
+    pytest.param(name, attn, marks=() if place % 16 == 0 or is_other else pytest.mark.thorough)
     for place, name in enumerate(zoo.names())
     for attn in zoo.MODES
     for is_other in [attn == "eager" and name not in TWINS]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-_PREFIX = "#include <torch/csrc/inductor/cpp_prefix.h>"
+PREFIX = "#include <torch/csrc/inductor/cpp_prefix.h>"
 _INCLUDE = re.compile(r"^[ \t]*#[ \t]*include[ \t]*[<\"].*$", re.MULTILINE)
 _DIRECTIVE = re.compile(r"^[ \t]*#(?![ \t]*pragma\b).*$", re.MULTILINE)
 #: Characters of the kernels of a library: to compile them takes about twice as long as all else; many still share cores.
@@ -19,7 +19,7 @@ _MOST = 40_000
 
 def may_be_joined(source: str) -> bool:
     """Whether a kernel asks nothing of the preprocessor beside Inductor's header."""
-    return [each.strip() for each in _DIRECTIVE.findall(source)] == [_PREFIX]
+    return [each.strip() for each in _DIRECTIVE.findall(source)] == [PREFIX]
 
 
 def shared_out(sources: Sequence[str]) -> Iterator[range]:
@@ -39,7 +39,7 @@ def joined(sources: Sequence[str], entry: str) -> str:
     What they include comes first, once.
     """
     includes = dict.fromkeys(each.strip() for source in sources for each in _INCLUDE.findall(source))
-    lines = [_PREFIX, "#define PY_SSIZE_T_CLEAN", *(each for each in includes if each != _PREFIX)]
+    lines = [PREFIX, "#define PY_SSIZE_T_CLEAN", *(each for each in includes if each != PREFIX)]
     for number, source in enumerate(sources):
         lines += [f"#define {entry} {numbered(entry, number)}"] if number else []
         lines += [f"namespace joined_{number} {{", _INCLUDE.sub("", source), "}"]
