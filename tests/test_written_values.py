@@ -227,6 +227,16 @@ def filled_by_what_has_a_gradient(x: Tensor, y: Tensor) -> Any:
     return out * out, early[0].softmax(-1)
 
 
+def filled_in_place_and_forgotten(x: Tensor, y: Tensor) -> Any:
+    """What stays written in place gives it a gradient, too, before all of it is overwritten: one of zeros."""
+    out = torch.empty_like(x)
+    out[:, :1] = y[:16, :1]
+    out[:, 1:] = x[:, 1:]
+    out[1:] = out[:-1] * 2
+    out.zero_()
+    return out.softmax(-1), x * 2
+
+
 LOOKALIKES = (
     half_of_a_wider_sum,
     views_taken_before,
@@ -241,6 +251,7 @@ LOOKALIKES = (
     without_gradients_in_between,
     half_detached,
     filled_by_what_has_a_gradient,
+    filled_in_place_and_forgotten,
 )
 
 
