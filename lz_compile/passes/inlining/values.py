@@ -58,8 +58,8 @@ def with_values(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
         return 0
     spelled = store_pieces(graph, may_edit, _is_read_whole) if is_scored else 0
     effects = Effects(graph)
-    if not effects.has_mutations or effects.reshaped_after_read(effects.position, max(graph.nodes)) is not None:
-        return spelled  # where a shape changes in place, who read it before is noted to have read another one
+    if not effects.has_mutations:
+        return spelled
     stage = _Stage(graph, effects, may_edit, is_scored=is_scored)
     return spelled + stage.run()
 
