@@ -188,6 +188,21 @@ def reshaped_in_place(x: Tensor, y: Tensor) -> Any:
     return base.softmax(-1), base
 
 
+def reshaped_once_read(x: Tensor, y: Tensor) -> Any:
+    """Who read it before saw another shape than Dynamo notes, and so did what it is a view of."""
+    base = x * 2
+    base += 1
+    turned = base.t()
+    part = y * 1.0
+    part[:, :16] = turned
+    turned.unsqueeze_(0)
+    base.t().unsqueeze_(0)
+    other = base * 3
+    other += y[:16]
+    base.unsqueeze_(1)
+    return other.softmax(-1), part, turned, base
+
+
 def without_gradients_in_between(x: Tensor, y: Tensor) -> Any:
     """What is written keeps the gradient of before."""
     base = x * 2
@@ -212,6 +227,16 @@ def filled_by_what_has_a_gradient(x: Tensor, y: Tensor) -> Any:
     return out * out, early[0].softmax(-1)
 
 
+def filled_in_place_and_forgotten(x: Tensor, y: Tensor) -> Any:
+    """What stays written in place gives it a gradient, too, before all of it is overwritten: one of zeros."""
+    out = torch.empty_like(x)
+    out[:, :1] = y[:16, :1]
+    out[:, 1:] = x[:, 1:]
+    out[1:] = out[:-1] * 2
+    out.zero_()
+    return out.softmax(-1), x * 2
+
+
 LOOKALIKES = (
     half_of_a_wider_sum,
     views_taken_before,
@@ -222,9 +247,11 @@ LOOKALIKES = (
     every_other_column,
     eval_dropout,
     reshaped_in_place,
+    reshaped_once_read,
     without_gradients_in_between,
     half_detached,
     filled_by_what_has_a_gradient,
+    filled_in_place_and_forgotten,
 )
 
 

@@ -14,7 +14,7 @@ from lz_compile.compile.stages import State
 from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import frames
 from lz_compile.passes.editing.edit import Edit, RefutedError, Rewrite, apply_places
-from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.effects import RESHAPERS, Effects
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss
 from lz_compile.passes.inlining.inline import Inlined, inline
@@ -44,7 +44,12 @@ def drop(unread: Callable[[fx.Graph], int], state: State) -> None:
 
 
 def edit_all(does: str, code: str, edit: Edit, state: State) -> None:
-    """Make the changes of an edit all over a graph, proven."""
+    """Make the changes of an edit all over a graph, proven.
+
+    Where a shape changes in place, who read it before is noted to have read another one: such a graph stays as it is.
+    """
+    if _is_reshaped(state.module.graph):
+        return
     before, state.before = state.snapshot(), None
     count, faults = apply_places(state.module, does, edit, state.report.unproven, before)
     state.is_changed |= count > 0
@@ -53,6 +58,14 @@ def edit_all(does: str, code: str, edit: Edit, state: State) -> None:
     for places, error in faults:
         at = f"{does} at {places}" if places else does
         state.fail("EDIT_REFUTED" if isinstance(error, RefutedError) else code, at, error)
+
+
+def _is_reshaped(graph: fx.Graph) -> bool:
+    """Whether a tensor has another shape than it had when it was read."""
+    if not any(graph.find_nodes(op="call_method", target=f"{name}_") for name in RESHAPERS):
+        return False
+    effects = Effects(graph)
+    return effects.reshaped_after_read(effects.position, max(graph.nodes)) is not None
 
 
 def roll(state: State) -> None:

@@ -30,6 +30,7 @@ from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.lowering.configured import configuration
 from lz_compile.lowering.cpp_builds import element_by_element, kernels_joined, know_instructions
 from lz_compile.lowering.frames import RESTARTS, allow_counters, apart
+from lz_compile.lowering.overwritten_inputs import keep_what_was
 from lz_compile.lowering.regions import has_regions, untangle, writing_to_no_operand
 
 if TYPE_CHECKING:
@@ -61,6 +62,14 @@ class _Untangling(_Fingerprint):
         untangle(graph)
 
 
+class _Keeping(_Fingerprint):
+    """Lets backward passes read what inputs were before they were overwritten, behind a pass of the user's."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        super().__call__(graph)
+        keep_what_was(graph)
+
+
 #: Results of 16 bits are rounded also where what reads them is computed along, and nothing is rounded otherwise for speed.
 _ROUNDED_ALIKE = {
     "emulate_precision_casts": True,
@@ -84,6 +93,7 @@ def compile_graph(
     know_instructions(inputs)
     patches = {**config, **_around("post_grad_custom_pre_pass", _Fingerprint, config, f"{cache_key}{rounds_alike}")}
     patches |= _ROUNDED_ALIKE if rounds_alike else {}
+    patches |= _around("joint_custom_post_pass", _Keeping, config, cache_key)
     folded = ExitStack()
     if has_regions(module):
         patches |= _around("post_grad_custom_post_pass", _Untangling, config, cache_key)

@@ -32,7 +32,7 @@ _WRITERS = frozenset(
     {"setitem", "copy", "index_put", "index_copy", "index_add", "scatter", "index_fill", "requires_grad"}
 )
 #: In-place calls that change the shape or strides of a tensor. Dynamo knows only what it is after the last of them.
-RESHAPERS = frozenset("transpose t squeeze unsqueeze as_strided resize resize_as set".split())
+RESHAPERS = frozenset("transpose swapaxes swapdims t squeeze unsqueeze as_strided resize resize_as set".split())
 
 
 class MutatedError(Exception):

@@ -89,7 +89,7 @@ class _Stage:
         self.uneven = {
             view.memory
             for node, target in effects.writes_made
-            if (view := self.memories.view(target)) is not None and not self._is_even(node, view)
+            if (view := self.memories.view(target)) is not None and not (view.memory.stays or self._is_even(node, view))
         }
         self.mode = next(
             (tensor.fake_mode for node in graph.nodes if (tensor := tensor_of(node)) is not None),  # type: ignore[attr-defined]
@@ -190,7 +190,7 @@ class _Stage:
         """
         old = known_tensor(view.made)
         emit, target = self._emitter(node), self.memories.now(view.made, self._emitter(node))
-        is_graded = not (view.memory.version == 0 and _root(view) in self.bare) and known_tensor(target).requires_grad
+        is_graded = known_tensor(target).requires_grad and not self._is_bare(node, view)
         for name, arguments, named in () if is_graded and forgets(node) else forms(node, target, old, emit):
             before = node.prev
             value = _cast(emit.call(name, *arguments, **named), old, emit)
@@ -198,6 +198,12 @@ class _Stage:
                 return value
             self._erase_behind(before, node)
         return None
+
+    def _is_bare(self, node: fx.Node, view: View) -> bool:
+        """Whether memory that was made without a gradient has none yet: nothing was written to it, not in place either."""
+        root = _root(view)
+        is_written = view.memory.version or self.effects.overwritten_after(root.made, root.made, node)
+        return root in self.bare and not is_written
 
     def _lies_alike(self, value: fx.Node, old: torch.Tensor, node: fx.Node, view: View) -> bool:
         new = known_tensor(value)
