@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PAGED = """
-constexpr int kTile = 64, kPart = 512, kMost = 16, kLeast = 4, kNear = 16384, kLine = 64;
+constexpr int kTile = 64, kPart = 512, kMost = 16, kLeast = 4, kFirst = 8, kNear = 16384, kLine = 64;
 constexpr int kDV = (kD + kLanes - 1) / kLanes, kEV = (kE + kLanes - 1) / kLanes;
 constexpr int kDP = kDV * kLanes, kEP = kEV * kLanes, kWide = kDP > kEP ? kDP : kEP;
 constexpr int kState = kEP + 2 * kLanes;  // sums of values, those of weights in lanes, the largest score
@@ -47,22 +47,25 @@ INLINE void widen(const Stored* from, int64_t stride, float* to) {
 INLINE void places_of(const Stored* cache, const int64_t* stride, const Request& request, int64_t slots, int64_t begin,
                       const Stored** places) {
   const int64_t rest = request.length - begin;
-  const int count = int(rest < kTile + kMost ? rest : kTile + kMost);
+  const int count = int(rest < kTile + kMost + kFirst ? rest : kTile + kMost + kFirst);
   int64_t slot = begin % slots;
   const int32_t* block = request.row + begin / slots;
   for (int t = 0; t < count; slot = 0, ++block) {
     const Stored* place = cache + int64_t(*block) * stride[0] + slot * stride[1];
     for (; t < count && slot < slots; ++t, ++slot, place += stride[1]) places[t] = place;
   }
-  for (int t = count; t < kTile + kMost; ++t) places[t] = places[count - 1];
+  for (int t = count; t < kTile + kMost + kFirst; ++t) places[t] = places[count - 1];
 }
 
-// Where memory is asked for that is read later: a line for each that is read, since few can be under way at a time.
+// Memory that is read later is asked for: a line for each that is read, since few can be under way at a time. The second
+// cache is asked some keys before the first: 0.85 to 0.9 of the time where keys are narrow, as long elsewhere.
 struct Ahead {
   const Stored* const* places;  // of those rows; none: nobody asks
   int64_t first;
   INLINE_MEMBER void ask(int t, int d) const {
-    if (places && d * sizeof(Stored) % kLine == 0) __builtin_prefetch(places[t] + first + d);
+    if (!places || d * sizeof(Stored) % kLine) return;
+    __builtin_prefetch(places[t + kFirst] + first + d, 0, 2);
+    __builtin_prefetch(places[t] + first + d);
   }
 };
 
@@ -210,7 +213,7 @@ static void compute(const Part& part, const Request& request, const Numbers& n, 
   const int least = kLanes / (groups % 4 == 0 ? 4 : groups % 2 == 0 ? 2 : 1);
   const int few = near_by(n.key[1]), value_ahead = near_by(n.value[1]), key_ahead = few < least ? least : few;
   const int key_step = n.key[1] < n.key[2] ? kTile : key_ahead, value_step = n.value[1] < n.value[2] ? kTile : value_ahead;
-  const Stored *places[kTile + kMost];
+  const Stored *places[kTile + kMost + kFirst];
   const Row* copied[kTile];
   for (int t = 0; t < kTile; ++t) copied[t] = reinterpret_cast<const Row*>(copies) + t * kWide;
   auto rows_of = [&](int from, int64_t first, int count, int64_t stride, auto widened) -> Rows<Row> {
