@@ -19,6 +19,7 @@ import torch
 from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.cpp.floats import STORED, STORED_TYPES, floats
 from lz_compile.lowering.cpp.vectors import PICK, lane_sums
+from lz_compile.lowering.kernels.paged_attention.cpp_loops import LOOPS
 from lz_compile.lowering.kernels.paged_attention.cpp_program import PAGED
 from lz_compile.lowering.kernels.sampling.cpp_vectors import VECTORS
 from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttrs
@@ -50,7 +51,7 @@ constexpr bool kHasCap = {str(self.has_softcap).lower()};
 using Stored = {STORED_TYPES[self.stored]};
 typedef Floats Vec;
 typedef Ints MaskVec;
-{PICK}{lane_sums(self.lanes)}{PAGED}"""
+{PICK}{lane_sums(self.lanes)}{LOOPS}{PAGED}"""
 
 
 def run(x: Operands, attrs: PagedAttentionAttrs, most_queries: int) -> tuple[torch.Tensor, list[int]]:
