@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from backends import Rewriting
 from torch import Tensor
 
+from lz_compile.runtime.policy import policy
+
 SIZE = 32
 
 
@@ -203,6 +205,17 @@ def reshaped_once_read(x: Tensor, y: Tensor) -> Any:
     return other.softmax(-1), part, turned, base
 
 
+def turned_once_rotated(x: Tensor, y: Tensor) -> Any:
+    """Of a square, only strides tell that it was turned in place after it was read."""
+    square = x[:, :16] * 1.0
+    first, second = square.chunk(2, -1)
+    rotated = square * y[:16, :16].cos() + torch.cat((-second, first), -1) * y[:16, :16].sin()
+    late = rotated * 2
+    rotated.unsqueeze_(0)
+    square.t_()
+    return rotated, late, square
+
+
 def without_gradients_in_between(x: Tensor, y: Tensor) -> Any:
     """What is written keeps the gradient of before."""
     base = x * 2
@@ -386,6 +399,16 @@ def test_what_lays_out_all_that_follows_is_written_in_place_still() -> None:
     torch.testing.assert_close(found, expected)
     assert found.stride() == expected.stride()
     assert not [event for event in backend.report.events if event.code != "MACHINE_BUSY"]
+
+
+def test_a_rotation_of_what_is_turned_afterwards_is_a_near_miss() -> None:
+    policy.prefer("torch.rope")
+    torch._dynamo.reset()
+    backend = Rewriting()
+    with torch.no_grad():
+        found = torch.compile(turned_once_rotated, backend=backend)(*inputs())
+    torch.testing.assert_close(found, turned_once_rotated(*inputs()))
+    assert "OPERAND_RESHAPED" in [miss.reason.code for miss in backend.report.near_misses]
 
 
 def test_what_a_dropout_passes_on_may_be_scaled_in_place() -> None:

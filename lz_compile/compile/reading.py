@@ -16,7 +16,7 @@ from lz_compile.lowering import frames
 from lz_compile.passes.editing.edit import Edit, RefutedError, Rewrite, apply_places
 from lz_compile.passes.graph.effects import RESHAPERS, Effects
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.graph.refusal import Failure, NearMiss
+from lz_compile.passes.graph.refusal import Failure, NearMiss, told
 from lz_compile.passes.inlining.inline import Inlined, inline
 from lz_compile.passes.loops.recurrence.distribute import Distributed, distribute, why_unknown
 from lz_compile.passes.loops.roll.reroll import RolledLoop, never, reroll, scans_of
@@ -135,10 +135,24 @@ def recognise(state: State) -> None:
                     at = f" at {found.where}" if found.where else ""
                     state.fail("RECOGNISER_FAILED", f"recognising {op}{at}", found.error)
                     continue
-                result = _cancelled(found, left_out) or found if isinstance(found, Match) else found
+                if isinstance(found, Match):
+                    result: Match | NearMiss = _cancelled(found, left_out) or _reshaped(found, effects) or found
+                else:
+                    result = found
                 state.misses += [result] if isinstance(result, NearMiss) else []
                 matches += [result] if isinstance(result, Match) else []
     state.effects, state.matches = effects, sorted(matches, key=lambda match: effects.position[match.output])
+
+
+def _reshaped(match: Match, effects: Effects) -> NearMiss | None:
+    """Why a match is not as it was read: it holds a tensor whose shape, as far as Dynamo tells, is a later one."""
+    found = effects.reshaped_after_read({*match.core, *match.inputs, *match.outputs}, match.output)
+    if found is None:
+        return None
+    node, writer = found
+    reason = Reason("OPERAND_RESHAPED", f"{told(node)} changes its shape in place by {told(writer)}, after it is read")
+    edit = f"use the out-of-place form of {str(writer.target).rstrip('_')}"
+    return NearMiss(match.op, match.output, reason, edit, match.where)
 
 
 def _cancelled(match: Match, left_out: dict[int, fx.Node | None]) -> NearMiss | None:
