@@ -263,7 +263,7 @@ def test_what_an_import_lacks_is_installed_by_the_librarys_own_requirements():
     library = installation.Library(
         "xgrammar", "m", "1", ">=1,<2", "2", "3", "raises", "No module named 'tvm_ffi'", 0.1, ()
     )
-    (issue,) = diagnosis._about_libraries([library])
+    (issue,) = diagnosis.about_libraries([library])
     assert (issue.code, issue.fix.partition(" -m ")[2]) == ("LIBRARY_RAISES", "pip install 'xgrammar>=1,<2'")
 
 
