@@ -23,7 +23,7 @@ def test_values_gradients_and_memory_are_those_of_eager(tmp_path_factory: Any, s
     function = made.function(tmp_path_factory.mktemp("program") / "program.py")
     try:
         expected = outcome(function, made)
-    except RuntimeError:
+    except (RuntimeError, IndexError):
         return
     torch._dynamo.reset()
     backend = Rewriting()
