@@ -37,7 +37,6 @@ import torch  # noqa: E402 - reads the variables above
 import torch._dynamo.guards  # noqa: E402 - reads the variables above
 import torch._dynamo.symbolic_convert  # noqa: E402 - reads the variables above
 from hypothesis import settings  # noqa: E402 - keeps the imports of this file together
-from torch.utils._config_module import _UNSET_SENTINEL, ConfigModule  # noqa: E402 - reads the variables above
 
 from lz_compile import clear_reports  # noqa: E402 - reads the variables above
 from lz_compile.compile import choices, match_tuning  # noqa: E402 - reads the variables above
@@ -68,24 +67,6 @@ logging.getLogger("torch.__trace").propagate = True
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 # Nor does it need to split every traced file into tokens, to name functions in another log.
 torch._dynamo.symbolic_convert.get_funcname = lambda *_: None
-
-
-def _setting(module: Any, name: str, *, slowly: Callable[..., Any] = ConfigModule.__getattr__) -> Any:
-    """A setting of PyTorch's, whose million reads ask each whether it is deprecated, an alias or forced; most are none of these."""
-    entry = module._config.get(name)
-    if entry is None or entry.hide or entry.deprecated or entry.alias or entry.env_value_force is not _UNSET_SENTINEL:
-        return slowly(module, name)
-    value = entry.user_override.get()
-    if value is not _UNSET_SENTINEL:
-        return value
-    if entry.env_value_default is _UNSET_SENTINEL and entry.justknob is None and type(entry.default) in _PLAIN:
-        return entry.default
-    return slowly(module, name)
-
-
-_PLAIN = (bool, int, str, float, type(None))
-if torch.__version__.startswith("2.13"):  # what an entry holds is its own
-    ConfigModule.__getattr__ = _setting  # type: ignore[method-assign]  # the same values
 
 
 def _interpret_quickly() -> None:

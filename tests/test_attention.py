@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from attention_near_misses import near_misses
 from attention_spellings import TOLERANCES, Spelling, spellings
 from backends import Rewriting, rewritten
+from graphs import capture
 from hypothesis import HealthCheck, Phase, given, settings
 from tiers import examples
 from torch import Tensor
@@ -19,6 +21,7 @@ from torch import Tensor
 import lz_compile
 from lz_compile.backend import layerzero
 from lz_compile.lowering.ops import attention as op
+from lz_compile.passes.attention import roles
 
 many = settings(
     max_examples=examples(12, 80),
@@ -853,3 +856,43 @@ def test_a_bias_is_wide_where_the_source_adds_it_in_float32_to_narrower_operands
     backend = Rewriting()
     torch.compile(function, backend=backend)(*inputs)
     assert {facts.bias_is_wide for facts in seen} == {is_wide}
+
+
+def test_scores_that_go_into_what_gives_several_tensors_are_not_taken_for_rounded() -> None:
+    def function(query: Tensor, key: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        scores = query @ key
+        return scores + bias, torch.broadcast_tensors(scores, bias)[0]
+
+    graph = capture(function, *(torch.randn(4, 4) for _ in range(3))).graph
+    (product,) = graph.find_nodes(op="call_function", target=operator.matmul)
+    assert not roles._rounds_joined(product, torch.float32)
+
+
+def test_no_bias_of_float32_operands_is_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are given it in float32, whatever the source adds it in."""
+    seen = []
+    monkeypatch.setattr(
+        op, "features", lambda attrs, facts, known=op.features: seen.append(facts) or known(attrs, facts)
+    )
+
+    def function(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        scores = (query @ key.mT * 0.25).double() + bias + bias.mT
+        return torch.softmax(scores, -1).float() @ value
+
+    torch.compile(function, backend=Rewriting())(*(torch.randn(2, 3, 8, 8) for _ in range(4)))
+    assert seen
+    assert not any(facts.bias_is_wide for facts in seen)
+
+
+def test_a_mask_of_a_call_of_sdpa_is_rounded_as_its_operands_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        op, "features", lambda attrs, facts, known=op.features: seen.append(attrs) or known(attrs, facts)
+    )
+
+    def function(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+
+    inputs = [torch.randn(2, 3, 8, 8, dtype=torch.bfloat16) for _ in range(4)]
+    torch.compile(function, backend=Rewriting())(*inputs)
+    assert {attrs.rounds_bias for attrs in seen} == {True}

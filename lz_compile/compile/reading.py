@@ -48,7 +48,9 @@ def edit_all(does: str, code: str, edit: Edit, state: State) -> None:
 
     Where a shape changes in place, who read it before is noted to have read another one: such a graph stays as it is.
     """
-    if _is_reshaped(state.module.graph):
+    reason = _why_reshaped(state.module.graph)
+    if reason is not None:
+        state.report.unproven += [] if reason in state.report.unproven else [reason]
         return
     before, state.before = state.snapshot(), None
     count, faults = apply_places(state.module, does, edit, state.report.unproven, before)
@@ -60,12 +62,18 @@ def edit_all(does: str, code: str, edit: Edit, state: State) -> None:
         state.fail("EDIT_REFUTED" if isinstance(error, RefutedError) else code, at, error)
 
 
-def _is_reshaped(graph: fx.Graph) -> bool:
-    """Whether a tensor has another shape than it had when it was read."""
+def _why_reshaped(graph: fx.Graph) -> Reason | None:
+    """Which tensor has another shape than it had when it was read; None where there is none."""
     if not any(graph.find_nodes(op="call_method", target=f"{name}_") for name in RESHAPERS):
-        return False
+        return None
     effects = Effects(graph)
-    return effects.reshaped_after_read(effects.position, max(graph.nodes)) is not None
+    found = effects.reshaped_after_read(effects.position, max(graph.nodes))
+    return None if found is None else _reshaped_by(*found)
+
+
+def _reshaped_by(node: fx.Node, writer: fx.Node) -> Reason:
+    text = f"{told(node)} changes its shape in place by {told(writer)}, after it is read"
+    return Reason("OPERAND_RESHAPED", text)
 
 
 def roll(state: State) -> None:
@@ -149,10 +157,8 @@ def _reshaped(match: Match, effects: Effects) -> NearMiss | None:
     found = effects.reshaped_after_read({*match.core, *match.inputs, *match.outputs}, match.output)
     if found is None:
         return None
-    node, writer = found
-    reason = Reason("OPERAND_RESHAPED", f"{told(node)} changes its shape in place by {told(writer)}, after it is read")
-    edit = f"use the out-of-place form of {str(writer.target).rstrip('_')}"
-    return NearMiss(match.op, match.output, reason, edit, match.where)
+    edit = f"use the out-of-place form of {str(found[1].target).rstrip('_')}"
+    return NearMiss(match.op, match.output, _reshaped_by(*found), edit, match.where)
 
 
 def _cancelled(match: Match, left_out: dict[int, fx.Node | None]) -> NearMiss | None:

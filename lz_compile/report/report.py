@@ -182,7 +182,7 @@ class GraphReport(Record):
 
     ``loaded`` says that another process compiled it: a file of artifacts held it, and its report.
 
-    ``unproven`` are edits of the graph that could not be run before and after, and why. ``modules`` are those that its calls
+    ``unproven`` says why edits of the graph could not be run before and after, or were not tried. ``modules`` are those that its calls
     are in, as the graph came.
     """
 

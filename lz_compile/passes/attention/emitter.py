@@ -331,7 +331,7 @@ class AttentionEmitter:
 
     def _adds_wider(self) -> bool:
         """Whether what is added to scores is wider than the operands, as the scores are."""
-        if self.attrs.rounds_bias:
+        if self.attrs.rounds_bias or self._wide().itemsize <= self.dtype.itemsize:
             return False
         if self.slopes is not None or self.distance != 0 or not isinstance(self.bias, sympy.Symbol):
             return self.slopes is not None or self.distance != 0 or self.bias != 0

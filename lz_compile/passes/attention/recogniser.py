@@ -179,6 +179,7 @@ def match_sdpa_call(effects: Effects, call: Call, masks: Meanings) -> Match | No
         enable_gqa=bool(roles.group),
         nan_is_open=True,
         score_dtype=torch.promote_types(tensors[0].dtype, torch.float32),  # type: ignore[union-attr]  # all are tensors
+        rounds_bias=bias != 0 and known_tensor(call.get("attn_mask")).dtype == known_tensor(call.node).dtype,
     )
     query, key, value = (
         Operand(node, dim, sympy.S.One, tensor.dtype)

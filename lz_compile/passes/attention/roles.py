@@ -23,7 +23,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.formula.contraction import PRODUCTS, Factor
 from lz_compile.passes.formula.expressions import INFINITY, tidy
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import known_tensor, reached, read, tensor_operands
+from lz_compile.passes.graph.view import known_tensor, reached, read, tensor_of, tensor_operands
 from lz_compile.passes.masks import finite as masks_finite
 
 #: Calls behind which scores are none any more.
@@ -101,7 +101,7 @@ def _rounds_joined(product: fx.Node, dtype: torch.dtype) -> bool:
 
     found = reached([product], lambda node: () if is_end(node) else node.users)
     joined = [node for node in found if not is_end(node) and (node is product or len(tensor_operands(node)) > 1)]
-    return all(known_tensor(node).dtype == dtype for node in joined)
+    return all((tensor := tensor_of(node)) is not None and tensor.dtype == dtype for node in joined)
 
 
 def _check_distances(found: Probabilities, inner: Scores, *, is_shift_free: bool) -> None:
