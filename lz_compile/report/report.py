@@ -182,8 +182,8 @@ class GraphReport(Record):
 
     ``loaded`` says that another process compiled it: a file of artifacts held it, and its report.
 
-    ``unproven`` says why edits of the graph could not be run before and after, or were not tried. ``modules`` are those that its calls
-    are in, as the graph came.
+    ``unproven`` says why edits of the graph could not be run before and after, or were not tried. ``modules`` are those that
+    its calls are in, as the graph came.
     """
 
     graph_id: int
