@@ -1,4 +1,4 @@
-"""Gradients where a training step overwrites its inputs: states, statistics, caches, weights that decay."""
+"""What a graph overwrites is read before: states, statistics, caches, weights that decay; and gradients of it."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
-from lz_compile.lowering.overwritten_inputs import keep_what_was
+from lz_compile.lowering import inductor
+from lz_compile.lowering.overwritten_inputs import copy_what_is_overwritten, keep_what_was
 
 
 def states(first: Tensor, second: Tensor, cache: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -58,3 +60,84 @@ def test_what_only_updates_an_input_reads_no_copy() -> None:
         node.meta["val"] = torch.ones(2)
     keep_what_was(graph)
     assert not graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
+
+
+PLACES = torch.tensor([1, 3])
+
+
+def moved(x: Tensor, y: Tensor) -> Tensor:
+    """Values that lie in what they are written to: of inputs, of what is made here, through views, and added."""
+    total = x.clone().sum()
+    x[:, PLACES] = x.clone()[:, :2]
+    y[1:] = y.clone()[:-1]
+    made = x * 2
+    made.index_put_((PLACES,), made[:2].clone(), accumulate=True)
+    made[:, PLACES] = made.clone()[:, 4:6]
+    made.t()[PLACES] = made.clone().flip(0).t()[:2]
+    return made + total
+
+
+def turned(x: Tensor, y: Tensor) -> None:
+    """An input that moves on when a part of it was overwritten, as a ring of states does."""
+    x[:, PLACES] = 1.0
+    x.copy_(x.roll(-1, 1))
+    y[PLACES] = 0.5
+    y.mul_(y.flip(0))
+
+
+def swapped(x: Tensor, y: Tensor) -> Tensor:
+    """Two inputs that change places."""
+    kept = x.clone()
+    x.copy_(y)
+    y.copy_(kept)
+    return x - y
+
+
+def handed_out(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Copies of overwritten inputs, as of a state that is noted, and what became of a copy while the input went another way."""
+    x[:, PLACES] = 0.0
+    then = x.clone()
+    x[PLACES] = 1.0
+    went = y.clone()
+    went[2:] = 3.0
+    y.mul_(2.0)
+    return then, x.clone()[1:], went, went + 1
+
+
+@pytest.mark.parametrize("function", [moved, turned, swapped, handed_out], ids=lambda function: function.__name__)
+def test_what_is_overwritten_was_read_before_and_results_have_memory_of_their_own(
+    function: Callable[..., object],
+) -> None:
+    def run(called: Callable[..., object]) -> list[Tensor]:
+        torch.manual_seed(0)
+        given = [torch.randn(64, 64), torch.randn(64, 64)]
+        found = [each for each in tree_leaves(called(*given)) if each is not None]
+        first = [each.clone() for each in (*found, *given)]
+        for each in (*given, *found):  # each of another factor: what shares memory shows
+            each.mul_(float(len(first) + 1))
+            first.append(each.clone())
+        return [*first, *found, *given]
+
+    torch.testing.assert_close(run(torch.compile(function, backend="layerzero")), run(function))
+
+
+def cached(cache: Tensor, x: Tensor) -> Tensor:
+    """Keys that are written to a cache, which is read."""
+    cache[:, PLACES] = x[:, :2]
+    cache.index_copy_(0, PLACES, x[:2])
+    return x @ cache.T
+
+
+def test_what_is_written_to_a_cache_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    targets: list[object] = []
+
+    def noted(graph: fx.Graph) -> None:
+        copy_what_is_overwritten(graph)
+        targets.extend(node.target for node in graph.nodes)
+
+    monkeypatch.setattr(inductor, "copy_what_is_overwritten", noted)
+    cache, x = torch.randn(64, 64), torch.randn(64, 64)
+    expected = cached(cache.clone(), x)
+    torch.testing.assert_close(torch.compile(cached, backend="layerzero")(cache, x), expected)
+    assert torch.ops.aten.index_put.default in targets
+    assert torch.ops.aten.maximum.default not in targets

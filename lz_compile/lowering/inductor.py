@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextvars import ContextVar
 from inspect import signature
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, cast
@@ -18,7 +19,9 @@ from torch._inductor import config as inductor_config
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.dependencies import MemoryDep, WeakDep
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler._cache import CacheArtifactManager
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -30,7 +33,7 @@ from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.lowering.configured import configuration
 from lz_compile.lowering.cpp_builds import element_by_element, kernels_joined, know_instructions
 from lz_compile.lowering.frames import RESTARTS, allow_counters, apart
-from lz_compile.lowering.overwritten_inputs import keep_what_was
+from lz_compile.lowering.overwritten_inputs import copy_what_is_overwritten, keep_what_was
 from lz_compile.lowering.regions import has_regions, untangle, writing_to_no_operand
 
 if TYPE_CHECKING:
@@ -60,6 +63,14 @@ class _Untangling(_Fingerprint):
     def __call__(self, graph: fx.Graph) -> None:
         super().__call__(graph)
         untangle(graph)
+
+
+class _Copying(_Fingerprint):
+    """Lets nothing be overwritten that is still read, behind a pass of the user's."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        super().__call__(graph)
+        copy_what_is_overwritten(graph)
 
 
 class _Keeping(_Fingerprint):
@@ -93,6 +104,7 @@ def compile_graph(
     know_instructions(inputs)
     patches = {**config, **_around("post_grad_custom_pre_pass", _Fingerprint, config, f"{cache_key}{rounds_alike}")}
     patches |= _ROUNDED_ALIKE if rounds_alike else {}
+    patches |= _around("joint_custom_pre_pass", _Copying, config, cache_key)
     patches |= _around("joint_custom_post_pass", _Keeping, config, cache_key)
     folded = ExitStack()
     if has_regions(module):
@@ -150,10 +162,41 @@ def _compile_inner(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) 
         for change in before_lowering:
             change(module)
     try:
-        with kernels_joined():
+        with kernels_joined(), _reading_in_time():
             return _compile_loops(module, inputs, **given)
     finally:
         _tell_strides(kept)
+
+
+_is_fusable = Scheduler.fusable_weak_dep
+_is_reading_in_time = ContextVar("_is_reading_in_time", default=False)
+
+
+@contextmanager
+def _reading_in_time() -> Iterator[None]:
+    """What is compiled inside reads no input where the same kernel has overwritten it."""
+    Scheduler.fusable_weak_dep = _reads_in_time  # type: ignore[method-assign, assignment]  # elsewhere it does what it did
+    token = _is_reading_in_time.set(True)
+    try:
+        yield
+    finally:
+        _is_reading_in_time.reset(token)
+
+
+def _reads_in_time(
+    scheduler: Scheduler, dependence: WeakDep, before: BaseSchedulerNode, write: BaseSchedulerNode
+) -> bool:
+    """Whether a kernel may read memory and overwrite it: each place itself only.
+
+    PyTorch (2.13) does not look at reads behind an earlier write in place: ``x[:, places] = 1; x.copy_(x.roll(1))``.
+    """
+    if not (fusable := _is_fusable(scheduler, dependence, before, write)) or not _is_reading_in_time.get():
+        return fusable
+    memory = scheduler.mutation_real_name[dependence.mutating_buf]
+    versions = {name for name, of in scheduler.mutation_real_name.items() if of == memory} - {dependence.mutating_buf}
+    (place,) = [cast("MemoryDep", each) for each in write.read_writes.writes if each.name == dependence.mutating_buf]
+    reads = [each for each in before.read_writes.reads if each.name in versions]
+    return all(isinstance(each, MemoryDep) and (each.index, each.size) == (place.index, place.size) for each in reads)
 
 
 def _compile_loops(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Any:

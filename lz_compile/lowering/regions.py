@@ -101,7 +101,7 @@ def _moved(region: fx.Graph, calls: Sequence[Any]) -> dict[int, _Lies]:
     output = _output(region)
     results: list[Any] = list(output.args[0])
     operands = {node: number for number, node in enumerate(region.find_nodes(op="placeholder"))}
-    lies = [_behind_views(node) if isinstance(_value(node), torch.Tensor) else None for node in results]
+    lies = [behind_views(node) if isinstance(_value(node), torch.Tensor) else None for node in results]
     shared = Counter(each[0] for each in lies if each is not None)
     moved: dict[int, _Lies] = {}
     for number, each in enumerate(lies):
@@ -146,7 +146,7 @@ def _tell(output: Any, places: Sequence[int], appended: Sequence[fx.Node]) -> No
         output.meta[strides] = [*output.meta[strides], *(_value(node).stride() for node in appended)]
 
 
-def _behind_views(node: Any) -> tuple[fx.Node, tuple[Any, ...]]:
+def behind_views(node: Any) -> tuple[fx.Node, tuple[Any, ...]]:
     """What a node is a view of, and the calls that lead from there to it."""
     views: list[Any] = []
     while _is_view(node) or (node.target is operator.getitem and _is_view(node.args[0])):
