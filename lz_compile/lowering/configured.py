@@ -7,13 +7,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._inductor import config as inductor_config
-
-if TYPE_CHECKING:
-    pass
 
 
 def config_of(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from contextvars import ContextVar
 from inspect import signature
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -35,9 +35,6 @@ from lz_compile.lowering.cpp_builds import element_by_element, kernels_joined, k
 from lz_compile.lowering.frames import RESTARTS, allow_counters, apart
 from lz_compile.lowering.overwritten_inputs import copy_what_is_overwritten, keep_what_was
 from lz_compile.lowering.regions import has_regions, untangle, writing_to_no_operand
-
-if TYPE_CHECKING:
-    pass
 
 
 class _Fingerprint(CustomGraphPass):
