@@ -121,6 +121,22 @@ def test_what_is_overwritten_was_read_before_and_results_have_memory_of_their_ow
     torch.testing.assert_close(run(torch.compile(function, backend="layerzero")), run(function))
 
 
+def test_two_steps_read_a_bank_as_each_of_them_found_it() -> None:
+    """What one step writes to a bank is written by the next again, ahead of both backward passes."""
+
+    def step(bank: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        bank[PLACES] = x
+        return (bank.clone() @ weight).sin().sum()
+
+    def run(called: Callable[..., Tensor]) -> list[Tensor]:
+        torch.manual_seed(0)
+        bank, weight = torch.randn(8, 8), torch.randn(8, 8).requires_grad_()
+        losses = [called(bank, torch.randn(2, 8), weight) for _ in range(2)]
+        return [bank, *(torch.autograd.grad(loss, weight)[0] for loss in losses)]
+
+    torch.testing.assert_close(run(torch.compile(step, backend="layerzero")), run(step))
+
+
 def cached(cache: Tensor, x: Tensor) -> Tensor:
     """Keys that are written to a cache, which is read."""
     cache[:, PLACES] = x[:, :2]

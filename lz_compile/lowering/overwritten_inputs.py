@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -29,46 +29,62 @@ def copy_what_is_overwritten(graph: fx.Graph) -> None:
 
     - values that lie in what they are written to: ``x[:, places] = x.clone()[:, :2]``;
     - what one input hands another when it was overwritten itself: two that change places;
-    - results that are an overwritten input: ``x[places] = 1; return x.clone()``.
+    - results that are an overwritten input: ``x[places] = 1; return x.clone()``; and what a backward pass reads later.
 
     To be called ahead of Inductor's own passes. Nothing is copied that the program did not clone, but values of writes.
     """
+    memory: dict[fx.Node, fx.Node] = {}  # which a node may read or write when it runs
+    for node in graph.nodes:
+        before = _before(node)
+        memory[node] = node if before is node else memory[before]
     overwritten: set[fx.Node] = set()
     for call in graph.find_nodes(op="call_function", target=_COPY):
         into, value = call.args[:2]
-        if _memory(value)[0] in overwritten:
+        if memory[value] in overwritten:
             _copy(value, call)
         overwritten.add(into)
-    for call in [node for node in graph.nodes if node.target in _WRITES]:
+    for call in [node for node in memory if node.target in _WRITES]:
         for value in [node for node in call.all_input_nodes if node is not call.args[0]]:
-            if _memory(value)[0] is _memory(call)[0]:
+            if memory[value] is memory[call]:
                 _copy(value, call)
     results = graph.output_node()
     for result in results.all_input_nodes:
-        memory, passed = _memory(result)
-        clone = next((each for each in passed if each.target in _CLONES), None)
-        if memory in overwritten and clone is not None:
+        if memory.get(result) in overwritten:
+            clone = next((each for each in _history(result) if each.target in _CLONES), None)
+            if clone is not None:
+                _copy(clone, *clone.users)
+            elif result.target in _WRITES:
+                _copy(result, results)
+    for clone in graph.find_nodes(op="call_function", target=_ATEN.clone.default) if _is_training(graph) else ():
+        if memory[clone] in overwritten and any(each.target in _WRITES for each in _history(clone)):
             _copy(clone, *clone.users)
-        elif memory in overwritten and result.target in _WRITES:
-            _copy(result, results)
 
 
-def _memory(node: Any) -> tuple[fx.Node, list[fx.Node]]:
-    """Whose memory a node may read or write when it runs, and the writes and clones that lead to it, the last one first."""
-    passed: list[fx.Node] = []
-    while (node := behind_views(node)[0]).target in (*_WRITES, *_CLONES):
-        passed.append(node)
-        node = node.args[_CLONES.get(node.target, 0)]
-    return node, passed
+def _before(node: Any) -> fx.Node:
+    """What a node is a view of, writes to, or has the numbers of; itself, where it makes numbers."""
+    node, _ = behind_views(node)
+    return cast("fx.Node", node.args[_CLONES.get(node.target, 0)] if node.target in (*_WRITES, *_CLONES) else node)
+
+
+def _history(node: fx.Node) -> Iterator[fx.Node]:
+    """The writes and clones that lead to a node, the last one first."""
+    while (made := behind_views(node)[0]).target in (*_WRITES, *_CLONES):
+        yield made
+        node = _before(made)
 
 
 def _copy(value: fx.Node, *users: fx.Node) -> None:
     """Hand these users the same numbers in memory of their own, by what Inductor takes for no copy."""
     graph = value.graph
     first = next(node for node in graph.nodes if node.op != "placeholder")
+    held = value.meta["val"]
+    has_order = not held.is_complex() and (held.itemsize > 1 or not held.is_floating_point())
     with graph.inserting_before(first) if value.op == "placeholder" else graph.inserting_after(value):
-        copy = graph.call_function(_ATEN.maximum.default, (value, value))
-    copy.meta = {**value.meta, "val": value.meta["val"].clone()}
+        if has_order:
+            copy = graph.call_function(_ATEN.maximum.default, (value, value))
+        else:
+            copy = graph.call_function(torch.ops.prims.clone.default, (value,))
+    copy.meta = {**value.meta, "val": held.clone(), "recompute": CheckpointPolicy.MUST_SAVE}
     for user in users:
         user.replace_input_with(value, copy)
 
@@ -79,9 +95,9 @@ def keep_what_was(graph: fx.Graph) -> None:
     PyTorch (2.13) saves such an input, or computes again what was read of it, when the new values are there already:
     gradients come out wrong (pytorch/pytorch#197039). What only makes the new values reads the input itself.
     """
-    inputs = graph.find_nodes(op="placeholder")
-    if not any(str(each.target).startswith("tangents") for each in inputs):
+    if not _is_training(graph):
         return
+    inputs = graph.find_nodes(op="placeholder")
     written = {call.args[0]: call for call in graph.find_nodes(op="call_function", target=_COPY)}
     updates = _leading_to(written.values())
     for node in inputs:
@@ -95,6 +111,10 @@ def keep_what_was(graph: fx.Graph) -> None:
         kept.meta["val"] = node.meta["val"].clone()
         for user in readers:
             user.replace_input_with(node, kept)
+
+
+def _is_training(graph: fx.Graph) -> bool:
+    return any(str(each.target).startswith("tangents") for each in graph.find_nodes(op="placeholder"))
 
 
 def _leading_to(calls: Iterable[fx.Node]) -> set[fx.Node]:
