@@ -11,7 +11,8 @@ from rich.text import Text
 from lz_compile.report.layout import OneLine, amount, counted, places, short
 
 if TYPE_CHECKING:
-    from lz_compile.report.report import LayersReport, MatchReport, MissReport, Report
+    from lz_compile.report.findings import LayersReport, MissReport
+    from lz_compile.report.report import MatchReport, Report
 
 #: Kinds of matches, and of everything else, that a screen has room for.
 MOST_MATCHES, MOST = 16, 5
