@@ -32,7 +32,6 @@ EpsAt: TypeAlias = Literal["inside", "outside", "floor"]
 
 VARIANTS = ("rms", "layer")
 LAYOUT = "ND"
-#: What an eager call runs where nothing is better.
 EAGER_KERNEL = "torch.norm"
 EXACT_DIMS = ("hidden_size",)
 TIMELESS_FEATURES: frozenset[str] = frozenset({"eps_outside", "eps_floor"})
@@ -63,9 +62,7 @@ class NormAttrs(OpAttributes):
         return "layer" if self.is_centred else "rms"
 
 
-#: What operators encode as text.
 Attributes = NormAttrs
-#: The operands that kernels give gradients of.
 DIFFERENTIABLE = ("input", "weight", "bias")
 
 
@@ -80,13 +77,9 @@ class NormFacts:
     needs_grad: bool = False
 
 
-#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
 SHAPES: Mapping[str, str] = {"input": "N D", "weight": "D", "bias": "D"}
-#: Dimensions that differ from call to call: a proof holds up to a bound of theirs.
 LENGTHS = ("N",)
-#: What makes each variant.
 VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {"rms": {"is_centred": False}, "layer": {"is_centred": True}}
-#: Sizes that are measured where no others are asked for.
 TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {"num_rows": (512, 4096), "hidden_size": (1024, 4096)}
 
 

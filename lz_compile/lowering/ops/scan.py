@@ -52,7 +52,6 @@ DecayKind: TypeAlias = Literal["none", "scalar", "key", "value", "full"]
 
 VARIANTS = ("delta", "diagonal")
 LAYOUT = "BHTKV"
-#: What an eager call runs where nothing is better.
 EAGER_KERNEL = "torch.scan_sequential"
 EXACT_DIMS = ("key_dim", "value_dim", "rank", "reads")
 BUCKETED_DIMS = (("length",), ("batch_size", "num_heads"))
@@ -101,9 +100,7 @@ class ScanAttrs(OpAttributes):
         return "delta" if self.erases else "diagonal"
 
 
-#: What operators encode as text.
 Attributes = ScanAttrs
-#: The operands that kernels give gradients of.
 DIFFERENTIABLE = tuple(DIMS)
 
 
@@ -153,11 +150,8 @@ class ScanFacts:
 
 #: The same, as every op says it: all dimensions broadcast.
 SHAPES: Mapping[str, str] = {name: " ".join(f"{dim}|1" for dim in dims) for name, dims in DIMS.items()}
-#: Dimensions that differ from call to call: a proof holds up to a bound of theirs.
 LENGTHS = ("T",)
-#: What makes each variant.
 VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {"delta": {"erases": True}, "diagonal": {"erases": False}}
-#: Sizes that are measured where no others are asked for.
 TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
     "batch_size": (1,),
     "num_heads": (8,),
