@@ -7,6 +7,7 @@ A kernel, its backward and its fake are functions of the op's operands and attri
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import itertools
 import typing
@@ -68,6 +69,15 @@ def kernel_operator(
         return found if count == 1 else tuple([found[place] for place in range(count)])  # of a proxy, too
 
     return call
+
+
+def when_called(module: str, name: str = "run") -> Callable[..., Any]:
+    """A function of a module that is imported when it is called, as one with kernels in Triton."""
+
+    def run(*given: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*given)
+
+    return run
 
 
 def call_operator(op_name: str, op: ModuleType, call: Callable[..., Any], **others: Any) -> None:
