@@ -119,6 +119,9 @@ def tune(
         on_progress: is called with the number of problems done, of all problems, and the next one in words.
         unknown: nothing; a misspelt argument is told the nearest one, and the sizes of the op.
 
+    Units:
+        latencies in µs, budgets in seconds.
+
     Raises:
         UnknownOperationError: there is no such operation.
         ArgumentError: there is no such argument.
