@@ -126,10 +126,7 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
     if (x.query_documents is None) != (x.key_documents is None):
         raise MisfitError("attention", "query_documents", "and key_documents together", "one of them")
     told: dict[str, Any] = {
-        "has_mask": x.mask is not None,
-        "has_bias": x.bias is not None,
-        "has_sinks": x.sinks is not None,
-        "has_slopes": x.slopes is not None,
+        **x.has("mask", "bias", "sinks", "slopes"),
         "has_documents": x.query_documents is not None,
         "enable_gqa": bool(heads != kv_heads),
     }

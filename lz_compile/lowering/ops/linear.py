@@ -143,9 +143,7 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
         raise MisfitError("linear", "codebook", "for two numbers in a byte", "one in each", "They are told by packing")
     if groups == 0 or columns % groups:
         raise MisfitError("linear", "scale", f"of groups that divide {columns} columns", groups)
-    told: dict[str, Any] = {
-        f"has_{name}": getattr(x, name) is not None for name in ("scale", "zero", "offset", "bias", "codebook", "order")
-    }
+    told = x.has("scale", "zero", "offset", "bias", "codebook", "order")
     told["is_transposed"] = x.weight.shape[1] != 1 and x.weight.stride(1) != 1
     dtype = x.input.dtype
     attrs = LinearAttrs(

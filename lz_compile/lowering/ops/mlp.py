@@ -120,11 +120,7 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
         raise MisfitError("mlp", "up_bias", "beside up only", "no up")
     dtype = x.gate.dtype
     found = {"compute_dtype": torch.promote_types(dtype, torch.float32), "out_dtype": dtype, **given}
-    told = {
-        "is_gated": x.up is not None,
-        "has_gate_bias": x.gate_bias is not None,
-        "has_up_bias": x.up_bias is not None,
-    }
+    told = {"is_gated": x.up is not None, **x.has("gate_bias", "up_bias")}
     facts = MlpFacts(sizes["N"], sizes["F"], dtype, x.gate.device.type, x.wants_gradient())
     return MlpAttrs(**{**found, **told}), facts
 

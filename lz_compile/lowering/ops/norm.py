@@ -96,7 +96,7 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
     """The attributes, of which some are given, and the facts of a norm over tensors (real or fake)."""
     wide = reduce(torch.promote_types, (each.dtype for each in x.tensors), torch.float32)
     found = {"compute_dtype": wide, "rounded_to": wide, "out_dtype": x.input.dtype, **given}
-    attrs = NormAttrs(**{**found, "has_weight": x.weight is not None, "has_bias": x.bias is not None})
+    attrs = NormAttrs(**{**found, **x.has("weight", "bias")})
     device = x.input.device.type
     return attrs, NormFacts(sizes["N"], sizes["D"], x.input.dtype, device, x.wants_gradient())
 

@@ -175,13 +175,7 @@ def from_operands(
     for name, least in (("softcap", 0.0), ("window", 0)):
         if given.get(name) is not None and given[name] <= least:
             raise MisfitError("paged_attention", name, f"above {least}", given[name])
-    told = {
-        "is_ragged": x.query_starts is not None,
-        "has_sinks": x.sinks is not None,
-        "has_key_scale": x.key_scale is not None,
-        "has_value_scale": x.value_scale is not None,
-        "has_first_keys": x.first_keys is not None,
-    }
+    told = {"is_ragged": x.query_starts is not None, **x.has("sinks", "key_scale", "value_scale", "first_keys")}
     attrs = PagedAttentionAttrs(**{"out_dtype": x.query.dtype, **given, **told})
     lengths = (requests, sizes["T"], heads, kv_heads, sizes["M"] * sizes["P"], sizes["P"], sizes["D"], sizes["E"])
     dtypes = x.query.dtype, x.key_cache.dtype

@@ -216,8 +216,7 @@ def _check(x: Operands, sizes: Mapping[str, int]) -> None:
 
 def structure_of(x: Operands) -> ScanStructure:
     """Which terms a step over these operands has."""
-    has = {f"has_{name}": getattr(x, name) is not None for name in ("state", "drive", "query")}
-    return ScanStructure(factor_kind(x.decay), has_updates=x.left is not None, **has)
+    return ScanStructure(factor_kind(x.decay), has_updates=x.left is not None, **x.has("state", "drive", "query"))
 
 
 def factor_kind(operand: torch.Tensor | None) -> DecayKind:
