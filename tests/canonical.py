@@ -13,7 +13,8 @@ from backends import Rewriting
 from torch import Tensor, fx
 from torch.fx.graph import dtype_abbrs
 
-from lz_compile.report.report import LoopReport, MatchReport, MissReport, Report
+from lz_compile.report.findings import LoopReport, MissReport
+from lz_compile.report.report import MatchReport, Report
 
 #: Where something is, after its name.
 _PLACE = re.compile(r" \((\w+ at )?\S+\.py:\d+\)| at \S+\.py:\d+")

@@ -554,9 +554,9 @@ def test_the_policys_cache_settings_are_followed(selections):
     assert eager.statistics() == {}
     policy.configure(cache={"enabled": True, "max_size": 3, "ttl_seconds": 5.0})
     lz.attention(*given)
-    config = eager._decisions.cache.config
-    assert config.num_shards * config.max_entries_per_shard == 3
-    assert config.entry_ttl_seconds == 5.0
+    cache = eager._decisions.cache
+    assert len(cache._shards) * cache._room == 3
+    assert cache.settings.ttl_seconds == 5.0
 
 
 def test_a_variable_of_the_environment_is_noticed_when_an_entry_is_too_old(fused, monkeypatch):

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lz_compile.errors import OptionError
-from lz_compile.runtime.choose.decision_cache import DecisionCache, SelectionCacheConfig
+from lz_compile.runtime.choose.decision_cache import DecisionCache
+from lz_compile.runtime.policy.settings import CacheSettings
 
 PATIENCE_S = 30  # a deadlock fails the test instead of hanging it
 
@@ -46,8 +46,8 @@ class Observed(DecisionCache[str]):
         return found
 
 
-def one_shard(entries: int, **more) -> SelectionCacheConfig:
-    return SelectionCacheConfig(num_shards=1, max_entries_per_shard=entries, **more)
+def one_shard(entries: int, **more) -> DecisionCache:
+    return DecisionCache(CacheSettings(max_size=entries, **more.pop("settings", {})), shards=1, **more)
 
 
 def in_threads(count: int, work: Callable[[int], object]) -> list[object]:
@@ -128,21 +128,15 @@ def test_a_value_is_computed_once_and_then_found():
     }
 
 
-@pytest.mark.parametrize("name", ["num_shards", "max_entries_per_shard", "entry_ttl_seconds"])
-def test_a_bound_that_is_not_positive_is_refused_by_name(name):
-    with pytest.raises(OptionError, match=f"expected {name} above 0, received 0"):
-        SelectionCacheConfig(**{name: 0})
-
-
 def test_the_default_holds_ten_thousand_entries_for_a_minute():
-    config = SelectionCacheConfig()
-    assert config.num_shards * config.max_entries_per_shard == 10_240
-    assert config.entry_ttl_seconds == 60
+    cache: DecisionCache[str] = DecisionCache()
+    assert len(cache._shards) * cache._room == 10_240
+    assert cache.settings.ttl_seconds == 60
 
 
 def test_an_entry_lives_as_long_as_configured_and_not_longer():
     clock = Clock()
-    cache: DecisionCache[str] = DecisionCache(one_shard(4, entry_ttl_seconds=10.0), clock=clock)
+    cache: DecisionCache[str] = one_shard(4, settings={"ttl_seconds": 10.0}, clock=clock)
     put(cache, "key")
     clock.now = 9.9
     assert cache.get("key") == 1
@@ -154,7 +148,7 @@ def test_an_entry_lives_as_long_as_configured_and_not_longer():
 
 def test_an_entry_that_is_too_old_is_computed_again():
     clock = Clock()
-    cache: DecisionCache[str] = DecisionCache(one_shard(4, entry_ttl_seconds=10.0), clock=clock)
+    cache: DecisionCache[str] = one_shard(4, settings={"ttl_seconds": 10.0}, clock=clock)
     cache.get_or_compute("key", lambda: "old")
     clock.now = 11
     assert cache.get_or_compute("key", lambda: "new") == "new"
@@ -163,7 +157,7 @@ def test_an_entry_that_is_too_old_is_computed_again():
 
 
 def test_a_full_shard_evicts_the_oldest_entry_that_was_not_used():
-    cache: DecisionCache[int] = DecisionCache(one_shard(3))
+    cache: DecisionCache[int] = one_shard(3)
     for key in ("a", "b", "c"):
         put(cache, key)
     cache.get("a")
@@ -173,7 +167,7 @@ def test_a_full_shard_evicts_the_oldest_entry_that_was_not_used():
 
 
 def test_a_hit_saves_an_entry_once_and_not_for_ever():
-    cache: DecisionCache[int] = DecisionCache(one_shard(2))
+    cache: DecisionCache[int] = one_shard(2)
     put(cache, "a")
     put(cache, "b")
     cache.get("a")
@@ -184,7 +178,7 @@ def test_a_hit_saves_an_entry_once_and_not_for_ever():
 
 
 def test_where_every_entry_was_used_the_oldest_goes():
-    cache: DecisionCache[int] = DecisionCache(one_shard(3))
+    cache: DecisionCache[int] = one_shard(3)
     for key in "abc":
         put(cache, key)
         cache.get(key)
@@ -194,7 +188,7 @@ def test_where_every_entry_was_used_the_oldest_goes():
 
 def test_what_is_too_old_makes_room_before_anything_is_evicted():
     clock = Clock()
-    cache: DecisionCache[int] = DecisionCache(one_shard(2, entry_ttl_seconds=10.0), clock=clock)
+    cache: DecisionCache[int] = one_shard(2, settings={"ttl_seconds": 10.0}, clock=clock)
     put(cache, "old")
     clock.now = 5
     put(cache, "young")
@@ -212,8 +206,8 @@ operations = st.lists(st.tuples(st.sampled_from(["get", "compute", "age", "clear
 @given(operations, st.integers(1, 3), st.integers(1, 3))
 def test_the_cache_agrees_with_a_dict_that_may_forget_and_stays_within_its_bounds(steps, shards, room):
     clock = Clock()
-    config = SelectionCacheConfig(num_shards=shards, max_entries_per_shard=room, entry_ttl_seconds=5.0)
-    cache: DecisionCache[int] = DecisionCache(config, clock=clock)
+    settings = CacheSettings(max_size=shards * room, ttl_seconds=5.0)
+    cache: DecisionCache[int] = DecisionCache(settings, shards=shards, clock=clock)
     stored: dict[int, tuple[int, float]] = {}
     lookups = 0
     for number, (what, key) in enumerate(steps):
@@ -370,7 +364,7 @@ def test_who_asks_after_a_clearing_does_not_get_what_began_before():
 
 
 def test_concurrent_clearings_never_leave_an_older_version():
-    cache: DecisionCache[int] = DecisionCache(SelectionCacheConfig(num_shards=2))
+    cache: DecisionCache[int] = DecisionCache(shards=2)
     version = [0]
     stop = threading.Event()
 

@@ -38,12 +38,13 @@ def sources(lanes: int) -> dict[str, str]:
         is_byte = stored == torch.uint8
         for has_zero, has_codebook in [(False, False), (True, False), *([(False, True)] if is_byte else [])]:
             name = f"linear {stored} {has_zero} {has_codebook}"
-            found[name] = linear.Program(stored, is_byte, has_zero, False, has_codebook, lanes).source()
-        found[f"paged {stored}"] = paged.Program(stored, 64, 48, True, lanes).source()
+            has = {"kIsPacked": is_byte, "kHasZero": has_zero, "kHasOffset": False, "kHasCodebook": has_codebook}
+            found[name] = linear.source(stored, lanes, **has)
+        found[f"paged {stored}"] = paged.source(stored, 64, 48, lanes, has_softcap=True)
     for one, other in [(single, single), (half, single)]:
-        found[f"blend {one} {other}"] = blend.Program(one, other, lanes).source()
+        found[f"blend {one} {other}"] = blend.source(one, other, lanes)
         for result in ("ids", "scores"):
-            found[f"sampling {result} {one}"] = sampling.Program(True, True, result, one, other, one, lanes).source()
+            found[f"sampling {result} {one}"] = sampling.source(result, one, other, one, True, lanes)
     return found
 
 

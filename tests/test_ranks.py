@@ -29,7 +29,7 @@ from lz_compile.runtime.policy.rules import Lock
 from lz_compile.runtime.policy.settings import Layer, RanksSettings
 from lz_compile.runtime.problem.context import SymbolicDim
 from lz_compile.runtime.ranks import agree, cards, job
-from lz_compile.runtime.ranks.job import Job
+from lz_compile.runtime.ranks.job import Job, Question
 from lz_compile.runtime.ranks.problem_key import key_of
 from lz_compile.runtime.ranks.store import JobStore, Lease, StoreGoneError
 from lz_compile.tools.installation import plain_problem
@@ -69,7 +69,7 @@ def joined(tmp_path, monkeypatch):
 
 
 def decided(rank: Job, subject: Problem | None = None) -> str:
-    return rank.decide(subject or problem(), policy.current()).kernel.kernel_id
+    return rank.decide(Question(subject or problem(), policy.current())).kernel.kernel_id
 
 
 # ---- the same decision -----------------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def decided(rank: Job, subject: Problem | None = None) -> str:
 def test_the_first_rank_decides_and_the_others_follow(joined):
     first, second, third = joined(0, 3, TILED), joined(1, 3, BLOCKED), joined(2, 3, SDPA)
     assert [decided(rank) for rank in (second, third, first)] == [BLOCKED] * 3
-    decision = first.decide(problem(), policy.current())
+    decision = first.decide(Question(problem(), policy.current()))
     assert decision.why.endswith("(agreed with 2 ranks, decided by rank 1)")
     assert decision.agreement.to_dict() == {"key": decision.agreement.key, "others": 2, "rank": 1, "passed_over": {}}
 
@@ -104,9 +104,9 @@ def test_symbols_count_by_their_place_not_by_their_name():
 
 def test_what_nobody_decided_is_not_decided_by_asking(joined):
     first, second = joined(0, kernel=TILED), joined(1, kernel=BLOCKED)
-    assert first.decide(problem(), policy.current(), writes=False).kernel.kernel_id == TILED
+    assert first.decide(Question(problem(), policy.current()), writes=False).kernel.kernel_id == TILED
     assert decided(second) == BLOCKED
-    assert first.decide(problem(), policy.current(), writes=False).kernel.kernel_id == BLOCKED
+    assert first.decide(Question(problem(), policy.current()), writes=False).kernel.kernel_id == BLOCKED
 
 
 def test_a_kernel_that_a_rank_lacks_is_chosen_by_none(joined, monkeypatch):
@@ -116,7 +116,7 @@ def test_a_kernel_that_a_rank_lacks_is_chosen_by_none(joined, monkeypatch):
         patch.setattr(cards, "own_table", lambda: without)
         joined(1)
     first = joined(0, kernel=TILED)
-    decision = first.decide(problem(), policy.current())
+    decision = first.decide(Question(problem(), policy.current()))
     assert decision.kernel.kernel_id != TILED
     against = next(each.against for each in decision.candidates if each.kernel.kernel_id == TILED)
     assert [str(each) for each in against] == ["[NOT_ON_ALL_RANKS] rank 1 does not have lz.tiled, or cannot load it"]
@@ -125,7 +125,9 @@ def test_a_kernel_that_a_rank_lacks_is_chosen_by_none(joined, monkeypatch):
 def test_a_rank_that_cannot_follow_moves_the_job_on_and_the_others_hear_of_it(joined):
     first, second, third = joined(0, 3, TILED), joined(1, 3), joined(2, 3)
     decided(first), decided(second)
-    moved = second.move_on({TILED: Reason("VALIDATION_FAILED", "it is wrong here")}, problem(), policy.current())
+    moved = second.move_on(
+        {TILED: Reason("VALIDATION_FAILED", "it is wrong here")}, Question(problem(), policy.current())
+    )
     assert moved.kernel.kernel_id != TILED
     assert "decided by rank 1; rank 1 cannot run lz.tiled (it is wrong here)" in moved.why
     assert decided(third) == moved.kernel.kernel_id
@@ -138,9 +140,11 @@ def test_a_rank_that_cannot_follow_moves_the_job_on_and_the_others_hear_of_it(jo
 
 def test_a_rank_that_decides_a_problem_again_hears_that_the_job_moved_on(joined):
     first, second = joined(0, kernel=TILED), joined(1)
-    first.take(first.decide(problem(), policy.current()))
+    first.take(first.decide(Question(problem(), policy.current())))
     decided(second)
-    moved = second.move_on({TILED: Reason("VALIDATION_FAILED", "it is wrong here")}, problem(), policy.current())
+    moved = second.move_on(
+        {TILED: Reason("VALIDATION_FAILED", "it is wrong here")}, Question(problem(), policy.current())
+    )
     with events.collect() as happened:
         assert decided(first) == moved.kernel.kernel_id
     assert [event.code for event in happened] == ["RANKS_MOVED_ON"]
@@ -168,7 +172,7 @@ def test_what_proves_wrong_on_the_deciding_rank_is_never_the_jobs(joined):
         proven.append(kernel.kernel_id)
         return Reason("VALIDATION_FAILED", "it is wrong here") if kernel.kernel_id == TILED else None
 
-    decision = first.decide(problem(), policy.current(), why_not=why_not)
+    decision = first.decide(Question(problem(), policy.current(), why_not=why_not))
     assert proven == [TILED, decision.kernel.kernel_id]
     assert decision.agreement.passed_over == {TILED: "rank 0 cannot run lz.tiled (it is wrong here)"}
     with events.collect() as happened:
@@ -179,7 +183,9 @@ def test_what_proves_wrong_on_the_deciding_rank_is_never_the_jobs(joined):
 def test_that_a_kernel_is_taken_for_want_of_another_is_told(joined):
     with events.collect() as happened:
         decision = joined(0).decide(
-            problem(), policy.current(), why_not=lambda kernel: Reason("VALIDATION_FAILED", "it is wrong here")
+            Question(
+                problem(), policy.current(), why_not=lambda kernel: Reason("VALIDATION_FAILED", "it is wrong here")
+            )
         )
     (told,) = [event for event in happened if event.code == "RANKS_LAST_RESORT"]
     assert f"{decision.kernel.kernel_id} is the last one that may run, although it is wrong here" in told.message
@@ -191,15 +197,15 @@ def test_who_is_done_with_the_proof_first_decides(joined):
     def while_it_proves(kernel):
         assert decided(second) == BLOCKED
 
-    assert first.decide(problem(), policy.current(), why_not=while_it_proves).kernel.kernel_id == BLOCKED
+    assert first.decide(Question(problem(), policy.current(), why_not=while_it_proves)).kernel.kernel_id == BLOCKED
 
 
 def test_several_ranks_move_on_until_all_can_follow(joined):
     first, second = joined(0, kernel=TILED), joined(1)
     decided(first)
-    moved = second.move_on({TILED: Reason("X", "wrong here")}, problem(), policy.current())
-    again = first.move_on({moved.kernel.kernel_id: Reason("X", "wrong there")}, problem(), policy.current())
-    final = second.move_on({TILED: Reason("X", "wrong here")}, problem(), policy.current())
+    moved = second.move_on({TILED: Reason("X", "wrong here")}, Question(problem(), policy.current()))
+    again = first.move_on({moved.kernel.kernel_id: Reason("X", "wrong there")}, Question(problem(), policy.current()))
+    final = second.move_on({TILED: Reason("X", "wrong here")}, Question(problem(), policy.current()))
     assert final.kernel.kernel_id == again.kernel.kernel_id
 
 
@@ -265,7 +271,7 @@ def test_readiness_says_who_differs_and_who_said_nothing(joined, monkeypatch):
 def test_with_lowest_kernels_that_differ_are_not_used(joined, monkeypatch):
     lowest = replace(QUICK, versions="lowest")
     older(monkeypatch, joined, 1)
-    decision = joined(0, kernel=TILED, settings=lowest).decide(problem(), policy.current())
+    decision = joined(0, kernel=TILED, settings=lowest).decide(Question(problem(), policy.current()))
     assert decision.kernel.kernel_id != TILED
     against = {each.kernel.kernel_id: each.against for each in decision.candidates}
     assert against[TILED][-1].message == "rank 1 has another lz.tiled than this one"
@@ -324,20 +330,20 @@ def test_a_server_that_dies_costs_nobody_more_than_the_limit():
     try:
         port = int(server.stdout.readline())
         rank = Job(dist.TCPStore("127.0.0.1", port, 1, False, wait_for_workers=False), 0, 1, QUICK)
-        assert rank.decide(problem(), policy.current()).agreement is not None
+        assert rank.decide(Question(problem(), policy.current())).agreement is not None
     finally:
         server.kill()
         server.wait()
     start = time.monotonic()
     with pytest.raises(StoreGoneError):
-        rank.decide(problem(head_dim=32), policy.current())
+        rank.decide(Question(problem(head_dim=32), policy.current()))
     assert time.monotonic() - start < 5
 
 
 @pytest.mark.parametrize("becomes", ["missing", "another", "shorter"])
 def test_a_file_that_others_no_longer_read_is_a_store_that_is_lost(becomes, tmp_path, joined):
     first, path = joined(0, 1), tmp_path / "store"
-    assert first.decide(problem(), policy.current()).agreement is not None
+    assert first.decide(Question(problem(), policy.current())).agreement is not None
     written = path.read_bytes()
     if becomes == "missing":
         path.unlink()
@@ -347,7 +353,7 @@ def test_a_file_that_others_no_longer_read_is_a_store_that_is_lost(becomes, tmp_
         (tmp_path / "other").write_bytes(written * 2)
         (tmp_path / "other").replace(path)
     with pytest.raises(StoreGoneError, match=r"written anew|did not answer"):
-        first.decide(problem(head_dim=32), policy.current())
+        first.decide(Question(problem(head_dim=32), policy.current()))
 
 
 def test_ranks_that_say_nothing_are_waited_for_once(joined):

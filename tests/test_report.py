@@ -35,8 +35,9 @@ from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import inductor
 from lz_compile.report import dump
+from lz_compile.report.findings import MissReport
 from lz_compile.report.layout import Rows, duration
-from lz_compile.report.report import MatchReport, MissReport, new_report
+from lz_compile.report.report import MatchReport, new_report
 
 pytestmark = pytest.mark.usefixtures("sdpa_first", "no_code_generation")
 

@@ -292,6 +292,11 @@ def test_without_a_database_latencies_are_only_reported(timed, eagerly):
         ({"num_kv_heads": 3}, ValueError, "query heads in a multiple of the key heads, received 2 and 3"),
         ({"seq_lens": [16, 0]}, ValueError, r"seq_len_q of 1 and more, received \[16, 0\]"),
         ({"samples": 0}, ValueError, "1 and more, received 0"),
+        (
+            {"headdim": 64},
+            ValueError,
+            r"received 'headdim' \(did you mean 'head_dim'\?\).*sizes of attention.* seq_len_q",
+        ),
     ],
 )
 def test_what_cannot_be_tuned_is_refused_before_anything_is_measured(timed, eagerly, options, error, text):

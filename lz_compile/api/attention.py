@@ -51,6 +51,8 @@ def attention(
         ArgumentError: the tensors are no attention's, the layout has another name, or the mask is of integers.
         KernelExecutionError: the kernel failed, and ``fallback_enabled`` is off; otherwise PyTorch's completes the call.
         NoKernelFoundError: no kernel can run, and ``fallback_enabled`` is off.
+
+    **Source** Vaswani et al., *Attention Is All You Need*, 2017, equation 1.
     """
     call = Call(query, key, value, mask, causal, scale, dropout_p, layout)
     if torch.compiler.is_dynamo_compiling() or type(query) not in PLAIN or forward_ad._current_level >= 0:

@@ -8,7 +8,6 @@ too old (``cache.ttl_seconds``, a minute): to ask the database at each call woul
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -26,7 +25,7 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.ops.attention import Operands
 from lz_compile.runtime.choose.calls import SDPA, eager_kernel, needs_compile
-from lz_compile.runtime.choose.decision_cache import DecisionCache, SelectionCacheConfig
+from lz_compile.runtime.choose.decision_cache import DecisionCache
 from lz_compile.runtime.choose.problem import Problem
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.kernels.kernel import KernelSpec
@@ -39,8 +38,6 @@ from lz_compile.runtime.tables import loaded as loaded_tables
 
 #: Runs an attention over query, key, value and mask: a kernel, with everything else bound to it.
 Run: TypeAlias = Callable[..., torch.Tensor]
-
-_SHARDS = 256
 
 
 class _Decisions:
@@ -56,14 +53,9 @@ class _Decisions:
         if settings != self._settings:
             with self._lock:
                 if settings != self._settings:
-                    self.cache = DecisionCache(_bounds(settings)) if settings.enabled else None
+                    self.cache = DecisionCache(settings) if settings.enabled else None
                     self._settings = settings
         return self.cache
-
-
-def _bounds(settings: CacheSettings) -> SelectionCacheConfig:
-    shards = min(_SHARDS, settings.max_size)
-    return SelectionCacheConfig(shards, math.ceil(settings.max_size / shards), settings.ttl_seconds)
 
 
 _decisions = _Decisions()

@@ -53,6 +53,8 @@ def rms_norm(input: torch.Tensor, weight: torch.Tensor | None = None, eps: float
 
     Raises:
         ArgumentError: the input is no row of floating-point numbers, or the weight is not one for each element.
+
+    **Source** Zhang and Sennrich, *Root Mean Square Layer Normalization*, 2019.
     """
     _check_rms_norm(input, weight, eps)
     return norm(input, (input.shape[-1],), weight, None, eps, is_centred=False)
@@ -79,6 +81,8 @@ def layer_norm(
 
     Raises:
         ArgumentError: the input is not of floating-point numbers, or the shapes do not fit.
+
+    **Source** Ba, Kiros and Hinton, *Layer Normalization*, 2016.
     """
     shape = _whole(normalized_shape if isinstance(normalized_shape, Sequence) else (normalized_shape,))
     _check_layer_norm(input, shape, weight, bias, eps)
@@ -108,6 +112,8 @@ def rope(
 
     Raises:
         ArgumentError: input and tables are not of floating-point numbers, or the tables do not fit.
+
+    **Source** Su et al., *RoFormer*, 2021, equation 34.
     """
     _check_rope(input, cos, sin, rotary_dim)
     length = input.shape[-1]
@@ -140,6 +146,8 @@ def alibi(slopes: torch.Tensor, queries: int, keys: int | None = None) -> torch.
 
     Raises:
         ArgumentError: there are more queries than keys or fewer than none, or slopes is no vector of floating-point numbers.
+
+    **Source** Press, Smith and Lewis, *Train Short, Test Long*, 2022.
     """
     keys = queries if keys is None else keys
     _check_alibi(slopes, queries, keys)
@@ -229,6 +237,8 @@ def mlp_fused(
 
     Raises:
         ArgumentError: there is no such activation, a bias without its weight, or the tensors do not fit together.
+
+    **Source** Shazeer, *GLU Variants Improve Transformer*, 2020.
     """
     _check_mlp(input, gate_weight, up_weight, down_weight, activation, gate_bias, up_bias, down_bias)
     if not torch.compiler.is_dynamo_compiling() and _rows_have_own_bits():

@@ -6,7 +6,7 @@ take the same table, lengths and starts, so that a step of a model writes its ne
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -74,25 +74,13 @@ def paged_attention(
 
     **Source** Kwon et al., 2023: *Efficient memory management for large language model serving with PagedAttention*.
     """
-    given = (
-        query,
-        key_cache,
-        value_cache,
-        block_table,
-        lengths,
-        query_starts,
-        sinks,
-        key_scale,
-        value_scale,
-        first_keys,
-    )
-    _check_attention(*given, scale, window, softcap, layout)
+    given = query, key_cache, value_cache, block_table, lengths
+    scales = key_scale, value_scale, first_keys
+    _check_attention(*given, query_starts, sinks, *scales, scale, window, softcap, layout)
     if layout == "HND":
         key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
     tokens, starts = _flat(query, query_starts)
-    x = Operands(
-        tokens, key_cache, value_cache, block_table, lengths, starts, sinks, key_scale, value_scale, first_keys
-    )
+    x = Operands(tokens, key_cache, value_cache, block_table, lengths, starts, sinks, *scales)
     attrs = PagedAttentionAttrs(scale=scale, softcap=softcap, window=window, out_dtype=query.dtype)
     found = paged_calls.run(x, attrs)
     return found.reshape(*query.shape[:-1], value_cache.shape[-1])
@@ -134,7 +122,7 @@ def write_to_cache(
     Raises:
         ArgumentError: as of :func:`paged_attention`.
     """
-    given = (key, value, key_cache, value_cache, block_table, lengths, query_starts, key_scale, value_scale)
+    given = (key, value, key_cache, value_cache, block_table, lengths, query_starts, None, key_scale, value_scale)
     _check_writing(*given, layout)
     if layout == "HND":
         key_cache, value_cache = key_cache.transpose(1, 2), value_cache.transpose(1, 2)
@@ -187,29 +175,14 @@ def _flat(tokens: torch.Tensor, starts: torch.Tensor | None) -> tuple[torch.Tens
 
 
 @remembered
-def _check_attention(
-    query: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
-    query_starts: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    key_scale: torch.Tensor | None,
-    value_scale: torch.Tensor | None,
-    first_keys: torch.Tensor | None,
-    scale: float | None,
-    window: int | None,
-    softcap: float | None,
-    layout: CacheLayout,
-) -> None:
-    given = _Arguments("paged_attention")
-    given.tokens("query", query, "Hq", "D", query_starts)
-    given.places("query", query, key_cache, value_cache, block_table, lengths, query_starts, layout)
-    given.scales(key_scale, value_scale, key_cache)
-    given.tensor("sinks", sinks, "Hq", optional=True)
-    given.tensor("first_keys", first_keys, "R", "index", optional=True)
-    heads, kv_heads = query.shape[-2], key_cache.shape[2 if layout == "NHD" else 1]
+def _check_attention(*arguments: Any) -> None:
+    *operands, scale, window, softcap, layout = arguments
+    given, x = _Arguments("paged_attention"), Operands(*operands)
+    given.tokens("query", x.query, "Hq", "D", x.query_starts)
+    given.places("query", x, layout)
+    given.tensor("sinks", x.sinks, "Hq", optional=True)
+    given.tensor("first_keys", x.first_keys, "R", "index", optional=True)
+    heads, kv_heads = x.query.shape[-2], x.key_cache.shape[2 if layout == "NHD" else 1]
     if kv_heads == 0 or heads % kv_heads:
         advice = f"Caches are {layout}, {_TOLD[layout]}: say so by layout if they are not"
         raise given.wrong("query", f"with heads in a multiple of the cache's, {kv_heads}", heads, advice)
@@ -219,27 +192,16 @@ def _check_attention(
 
 
 @remembered
-def _check_writing(
-    key: torch.Tensor,
-    value: torch.Tensor,
-    key_cache: torch.Tensor,
-    value_cache: torch.Tensor,
-    block_table: torch.Tensor,
-    lengths: torch.Tensor,
-    query_starts: torch.Tensor | None,
-    key_scale: torch.Tensor | None,
-    value_scale: torch.Tensor | None,
-    layout: CacheLayout,
-) -> None:
-    given = _Arguments("write_to_cache")
-    given.tokens("key", key, "Hk", "D", query_starts)
-    given.tokens("value", value, "Hk", "E", query_starts)
+def _check_writing(key: Any, value: Any, *others: Any) -> None:
+    *operands, layout = others
+    given, x = _Arguments("write_to_cache"), Operands(key, *operands)
+    given.tokens("key", key, "Hk", "D", x.query_starts)
+    given.tokens("value", value, "Hk", "E", x.query_starts)
     if tuple(value.shape[:-1]) != tuple(key.shape[:-1]):
         raise given.wrong(
             "value", f"of as many tokens and heads as key, {tuple(key.shape[:-1])}", tuple(value.shape[:-1])
         )
-    given.places("key", key, key_cache, value_cache, block_table, lengths, query_starts, layout)
-    given.scales(key_scale, value_scale, key_cache)
+    given.places("key", x, layout)
 
 
 _TOLD = {"NHD": "[blocks, slots, heads, features]", "HND": "[blocks, heads, slots, features]"}
@@ -256,38 +218,26 @@ class _Arguments(Arguments):
             raise self.wrong("query_starts", f"for {name} of three dimensions", "four", "Leave it out")
         self.tensor(name, value, f"{'R S' if is_even else 'T'} {heads} {features}")
 
-    def places(
-        self,
-        name: str,
-        tokens: torch.Tensor,
-        key_cache: torch.Tensor,
-        value_cache: torch.Tensor,
-        block_table: torch.Tensor,
-        lengths: torch.Tensor,
-        starts: torch.Tensor | None,
-        layout: CacheLayout,
-    ) -> None:
-        """The cache, and which of it belongs to whom."""
+    def places(self, name: str, x: Operands, layout: CacheLayout) -> None:
+        """The cache, which of it belongs to whom, and what its elements are multiplied by; tokens are the ``query``."""
+        tokens, requests, starts = x.query, x.lengths, x.query_starts
         self.one_of("layout", layout, list(_LETTERS))
-        self.tensor("key_cache", key_cache, f"{_LETTERS[layout]} D", "stored")
-        self.tensor("value_cache", value_cache, f"{_LETTERS[layout]} E", "stored")
-        if key_cache.dtype != value_cache.dtype:
-            raise self.wrong("value_cache", f"in the dtype of key_cache, {key_cache.dtype}", value_cache.dtype)
-        self.tensor("lengths", lengths, "R", "index")
-        self.tensor("block_table", block_table, "R M", "index")
-        if starts is None and tokens.dim() == 3 and tokens.shape[0] != lengths.shape[0]:
+        self.tensor("key_cache", x.key_cache, f"{_LETTERS[layout]} D", "stored")
+        self.tensor("value_cache", x.value_cache, f"{_LETTERS[layout]} E", "stored")
+        if x.key_cache.dtype != x.value_cache.dtype:
+            raise self.wrong("value_cache", f"in the dtype of key_cache, {x.key_cache.dtype}", x.value_cache.dtype)
+        self.tensor("lengths", requests, "R", "index")
+        self.tensor("block_table", x.block_table, "R M", "index")
+        if starts is None and tokens.dim() == 3 and tokens.shape[0] != requests.shape[0]:
             advice = "Give query_starts, where those of each request begin"
-            raise self.wrong(name, f"with one token for each of {lengths.shape[0]} requests", tokens.shape[0], advice)
+            raise self.wrong(name, f"with one token for each of {requests.shape[0]} requests", tokens.shape[0], advice)
         if starts is not None:
             self.tensor("query_starts", starts, "Q", "index")
-            if starts.shape[0] != lengths.shape[0] + 1:
-                expected = f"of {lengths.shape[0] + 1} numbers, one more than there are requests"
+            if starts.shape[0] != requests.shape[0] + 1:
+                expected = f"of {requests.shape[0] + 1} numbers, one more than there are requests"
                 raise self.wrong("query_starts", expected, starts.shape[0])
-
-    def scales(self, key: torch.Tensor | None, value: torch.Tensor | None, cache: torch.Tensor) -> None:
-        """What stored elements are multiplied by."""
-        self.tensor("key_scale", key, "Hk|1", optional=True)
-        self.tensor("value_scale", value, "Hk|1", optional=True)
-        if cache.dtype == torch.int8 and (key is None or value is None):
-            name = "key_scale" if key is None else "value_scale"
-            raise self.wrong(name, "for a cache in int8", None, "Give what the integers are multiplied by")
+        self.tensor("key_scale", x.key_scale, "Hk|1", optional=True)
+        self.tensor("value_scale", x.value_scale, "Hk|1", optional=True)
+        if x.key_cache.dtype == torch.int8 and (x.key_scale is None or x.value_scale is None):
+            missing = "key_scale" if x.key_scale is None else "value_scale"
+            raise self.wrong(missing, "for a cache in int8", None, "Give what the integers are multiplied by")

@@ -10,7 +10,6 @@ import torch
 
 from lz_compile.api import eager
 from lz_compile.api.arguments import is_plain
-from lz_compile.ground import fingerprint
 from lz_compile.lowering.kernel_operator import call_operator
 from lz_compile.lowering.kernels.paged_attention import torch_paged_attention
 from lz_compile.lowering.ops import paged_attention as op
@@ -25,8 +24,7 @@ def run(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
     """The attention over the op's canonical operands."""
     if not torch.compiler.is_compiling():
         return _selected(x, attrs)
-    said = (attrs.scale, attrs.softcap, attrs.window, attrs.out_dtype, fingerprint.traced_source())
-    found: torch.Tensor = torch.ops.layerzero.paged_attention.default(*x.flat(), *said)
+    found: torch.Tensor = _traced(x, attrs.scale, attrs.softcap, attrs.window, attrs.out_dtype)
     return found
 
 
@@ -81,14 +79,12 @@ def _own(attrs: PagedAttentionAttrs, x: Operands) -> torch.Tensor:
     return torch_paged_attention.paged_attention(x, attrs)
 
 
-def _operator(*given: Any) -> torch.Tensor:
-    """The operator that graphs hold: which kernel it is, is decided where it runs, or where it is traced."""
-    *operands, scale, softcap, window, out_dtype, _source = given  # the last is for caches: see traced_source
-    x = Operands(*operands)
-    told = {"scale": scale, "softcap": softcap, "window": window, "out_dtype": out_dtype}
-    return _selected(x, PagedAttentionAttrs(**told))
+def _called(
+    x: Operands, scale: float | None, softcap: float | None, window: int | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    return _selected(x, PagedAttentionAttrs(scale=scale, softcap=softcap, window=window, out_dtype=out_dtype))
 
 
-call_operator(
-    "paged_attention", op, _operator, scale=float | None, softcap=float | None, window=int | None, out_dtype=torch.dtype
+_traced = call_operator(
+    "paged_attention", op, _called, scale=float | None, softcap=float | None, window=int | None, out_dtype=torch.dtype
 )

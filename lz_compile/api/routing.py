@@ -18,7 +18,6 @@ from lz_compile.api import eager
 from lz_compile.api.arguments import PLAIN, Arguments, is_plain, remembered
 from lz_compile.api.routing_record import RoutingRecord
 from lz_compile.errors import ArgumentError, TransformUnsupportedError
-from lz_compile.ground import fingerprint
 from lz_compile.lowering.kernel_operator import call_operator
 from lz_compile.lowering.kernels.routing.function import is_autocast
 from lz_compile.lowering.ops import routing as op
@@ -104,7 +103,7 @@ def routed_adapter(
     said = arm, threshold, adapter.result_dtype()
     attrs = _attributes(given, *said)
     if torch.compiler.is_dynamo_compiling():
-        out: torch.Tensor = torch.ops.layerzero.routing.default(*given.flat(), *said, fingerprint.traced_source())
+        out: torch.Tensor = _traced(given, *said)
     elif any(type(each) not in PLAIN for each in given.tensors):
         out = _own(given, attrs)
     else:
@@ -115,13 +114,7 @@ def routed_adapter(
 # ---- choosing and running --------------------------------------------------------------------------------------------
 
 
-def _operator(*given: Any) -> torch.Tensor:
-    """The operator that graphs hold: which kernel it is, is decided where it runs, or where it is traced.
-
-    All but ``source`` is as in the op's canonical layout.
-    """
-    *operands, arm, threshold, out_dtype, _source = given  # the last is for caches: see traced_source
-    x = Operands(*operands)
+def _called(x: Operands, arm: Arm, threshold: float, out_dtype: torch.dtype) -> torch.Tensor:
     return _selected(x, _attributes(x, arm, threshold, out_dtype))
 
 
@@ -188,7 +181,7 @@ def _facts(x: Operands) -> RoutingFacts:
     )
 
 
-call_operator("routing", op, _operator, arm=str, threshold=float, out_dtype=torch.dtype)
+_traced = call_operator("routing", op, _called, arm=str, threshold=float, out_dtype=torch.dtype)
 
 
 # ---- what fits: tensors, and the ways to say which token belongs to which rollout ------------------------------------

@@ -13,7 +13,6 @@ from lz_compile.api import eager
 from lz_compile.api.arguments import Arguments, is_plain
 from lz_compile.domains.mask import DomainMask
 from lz_compile.errors import ArgumentError, TokenArgumentError
-from lz_compile.ground import fingerprint
 from lz_compile.lowering.kernel_operator import call_operator
 from lz_compile.lowering.ops import sampling as op
 from lz_compile.lowering.ops.sampling import Operands, Result, SamplingAttrs, SamplingFacts, mixed_seed
@@ -23,10 +22,7 @@ from lz_compile.runtime.problem import context as contexts
 
 def run(x: Operands, result: Result, out_dtype: torch.dtype) -> torch.Tensor:
     """The result of a sampling, in the op's canonical layout."""
-    if not torch.compiler.is_compiling():
-        return _selected(x, result, out_dtype)
-    source = fingerprint.traced_source()
-    found: torch.Tensor = torch.ops.layerzero.sampling.default(*x.flat(), result, out_dtype, source)
+    found: torch.Tensor = (_traced if torch.compiler.is_compiling() else _selected)(x, result, out_dtype)
     return found
 
 
@@ -65,13 +61,7 @@ def _own(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
     return torch_sampling.sampling(x, attrs)
 
 
-def _operator(*given: Any) -> torch.Tensor:
-    """The operator that graphs hold: which kernel it is, is decided where it runs, or where it is traced."""
-    *operands, result, out_dtype, _source = given  # the last is for caches: see traced_source
-    return _selected(Operands(*operands), result, out_dtype)
-
-
-call_operator("sampling", op, _operator, result=str, out_dtype=torch.dtype)
+_traced = call_operator("sampling", op, _selected, result=str, out_dtype=torch.dtype)
 
 
 #: A number for all rows, or one for each.

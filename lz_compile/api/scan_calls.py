@@ -15,7 +15,6 @@ from torch.autograd import forward_ad
 
 from lz_compile.api import eager
 from lz_compile.api.arguments import PLAIN, Arguments, is_plain
-from lz_compile.ground import fingerprint
 from lz_compile.lowering.kernel_operator import call_operator
 from lz_compile.lowering.ops import scan as op
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs, ScanFacts, ScanSizes
@@ -26,17 +25,14 @@ from lz_compile.runtime.problem import context as contexts
 def scan(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The scan over canonical operands, reads after the step."""
     if torch.compiler.is_dynamo_compiling():
-        found = torch.ops.layerzero.scan.default(*x.flat(), out_dtype, state_dtype, fingerprint.traced_source())
+        found = _traced(x, out_dtype, state_dtype)
         return found[0], found[1]
     if any(type(each) not in PLAIN for each in x.flat() if each is not None):
         return op.reference(x, attributes(x, out_dtype, state_dtype))
     return _selected(x, out_dtype, state_dtype)
 
 
-def _operator(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator that graphs hold: which kernel it is, is decided where it runs, or where it is traced."""
-    *operands, out_dtype, state_dtype, _source = given  # the last is for caches: see traced_source
-    x = Operands(*operands)
+def _called(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     known = Arguments("linear_scan or kda")
     for name, each in x.given().items():
         known.tensor(name, each, kind="inexact")
@@ -124,4 +120,4 @@ def facts_of_call(x: Operands) -> ScanFacts:
     return replace(op.facts_of(x), **sizes._asdict())
 
 
-call_operator("scan", op, _operator, out_dtype=torch.dtype, state_dtype=torch.dtype)
+_traced = call_operator("scan", op, _called, out_dtype=torch.dtype, state_dtype=torch.dtype)

@@ -65,6 +65,8 @@ def kda(
 
     Raises:
         ArgumentError: an argument is no such tensor or number, or does not fit the others.
+
+    **Source** Kimi Team, *Kimi Linear*, 2025; the gated delta rule: Yang, Kautz and Hatamizadeh, 2024.
     """
     given = (q, k, v, alpha, beta, initial_state, initial_output, drop_mask, active)
     if _is_signed(given, scale, head_first):

@@ -23,7 +23,7 @@ from lz_compile.passes.loops.roll.reroll import RolledLoop, never, reroll, scans
 from lz_compile.passes.proof.resize import input_left_out
 from lz_compile.passes.recognisers import Recogniser, recognisers
 from lz_compile.passes.rewriting.match import Match
-from lz_compile.report.report import LoopReport, MissReport
+from lz_compile.report.findings import LoopReport, MissReport
 
 #: Of Python calls, while a graph is read.
 _RECURSION = 50_000

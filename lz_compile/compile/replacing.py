@@ -44,8 +44,9 @@ from lz_compile.passes.loops.roll.scan_outputs import (
 )
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import erase_unread, splice
+from lz_compile.report.findings import LayersReport
 from lz_compile.report.graph_text import statements
-from lz_compile.report.report import LayersReport, MatchReport
+from lz_compile.report.report import MatchReport
 from lz_compile.runtime.choose.problem import Decision
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.registry import kernels

@@ -6,8 +6,6 @@ import hashlib
 from functools import cache
 from pathlib import Path
 
-import torch
-
 
 @cache
 def source_hash() -> str:
@@ -20,7 +18,10 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # torch leaves it untyped
 def traced_source() -> str:
     """What operators that are decomposed while they are traced are given: compilers' caches know them by name alone."""
     return source_hash()[:16]
+
+
+# Dynamo is to ask once. As ``torch.compiler.assume_constant_result`` does, which would import it, and Triton.
+vars(traced_source)["_dynamo_marked_constant"] = True

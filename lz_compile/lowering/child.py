@@ -135,7 +135,8 @@ class Copy:
             with frames.apart():  # while something is traced, tensors would be loaded without their values
                 outcome = torch.load(self._path, weights_only=True)
         except Exception as error:
-            raise TrialError(self._subject, "ended its process before it gave a result", is_fatal=True) from error
+            text = f"ended its process before it gave a result ({type(error).__name__})"
+            raise TrialError(self._subject, text, is_fatal=True) from error
         events.pass_on(outcome["events"])
         if _BAD_FORK in outcome["error"]:
             raise ImpossibleError(

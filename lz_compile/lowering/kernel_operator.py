@@ -7,6 +7,7 @@ A kernel, its backward and its fake are functions of the op's operands and attri
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import itertools
 import typing
@@ -16,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from lz_compile.ground import fingerprint
 from lz_compile.lowering.attributes import decode, encode
 from lz_compile.lowering.opaque import define, opaque
 from lz_compile.lowering.operands import Operands
@@ -70,17 +72,39 @@ def kernel_operator(
     return call
 
 
-def call_operator(op_name: str, op: ModuleType, call: Callable[..., Any], **others: Any) -> None:
+def when_called(module: str, name: str = "run") -> Callable[..., Any]:
+    """A function of a module that is imported when it is called, as one with kernels in Triton."""
+
+    def run(*given: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*given)
+
+    return run
+
+
+def call_operator(op_name: str, op: ModuleType, call: Callable[..., Any], **others: Any) -> Callable[..., Any]:
     """Define ``layerzero::<op_name>``, what graphs hold of calls whose kernel is chosen where they run or are traced.
 
     Args:
         op_name: of the op.
         op: its module.
-        call: takes the op's operands one by one, ``others`` and a source, which is for caches (``traced_source``).
+        call: takes the op's operands in one object, and ``others``.
         others: parameters by name, with their types.
+
+    Returns:
+        what takes the same, and is that operator in a graph that is traced.
     """
-    signature = signed(call, op, {}, {**others, "source": str}, _result(op))
-    define(op_name, torch.library.infer_schema(signature, mutates_args=()), call)
+    count = len(op.Operands.names)
+
+    def run(*given: Any) -> Any:
+        return call(op.Operands(*given[:count]), *given[count:-1])  # the last is for caches: see traced_source
+
+    signature = signed(run, op, {}, {**others, "source": str}, _result(op))
+    operator = define(op_name, torch.library.infer_schema(signature, mutates_args=()), run)
+
+    def traced(x: Operands, *said: Any) -> Any:
+        return operator(*x.flat(), *said, fingerprint.traced_source())
+
+    return traced
 
 
 def _numbers(op: ModuleType) -> frozenset[str]:

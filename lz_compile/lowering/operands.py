@@ -41,6 +41,10 @@ class Operands:
         """The operands that there are, by name."""
         return {name: each for name, each in zip(self.names, self.flat(), strict=True) if each is not None}
 
+    def has(self, *names: str) -> dict[str, bool]:
+        """Which of some optional operands there are, as attributes tell it: ``has_bias``."""
+        return {f"has_{name}": getattr(self, name) is not None for name in names}
+
     def map(self, function: Callable[[Any], Any]) -> Self:
         """The same with a function of every operand that there is in its place."""
         return type(self)(**{name: function(each) for name, each in self.given().items()})

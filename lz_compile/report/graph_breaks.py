@@ -20,7 +20,8 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import frames
 from lz_compile.passes.formula.contraction import PRODUCTS
 from lz_compile.passes.graph.view import read, where_of
-from lz_compile.report.report import GraphReport, MissReport
+from lz_compile.report.findings import MissReport
+from lz_compile.report.report import GraphReport
 
 _EXPONENTIALS = frozenset({"softmax", "exp", "exp2"})
 _EDIT = "take the cause of the break out of the attention (TORCH_LOGS=graph_breaks tells all of them)"

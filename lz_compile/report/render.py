@@ -13,7 +13,8 @@ from lz_compile.report.summary import grouped, state_of, summary
 
 if TYPE_CHECKING:
     from lz_compile.report.changes import Change
-    from lz_compile.report.report import LoopReport, MatchReport, Report
+    from lz_compile.report.findings import LoopReport
+    from lz_compile.report.report import MatchReport, Report
     from lz_compile.runtime.kernels.registry import KernelInfo
     from lz_compile.tools.artifacts import Artifacts
     from lz_compile.tools.inspection import SelectionReport

@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import msgspec
 
 from lz_compile.errors import ArgumentError
+from lz_compile.ground.reasons import Reason
+from lz_compile.report.findings import LayersReport, LoopReport, MissReport, ModuleReport
 
 #: Levels of lists and objects in a report at most; one of ours has ten.
 _DEEPEST = 40
@@ -18,11 +20,6 @@ _ADVICE = "Write one by report.save('report.json') or 'python -m lz_compile expl
 
 class _Told(msgspec.Struct):
     """Something of a report; fields that are not asked for may be there, too."""
-
-
-class _Reason(_Told):
-    code: str
-    message: str
 
 
 class _Size(_Told):
@@ -49,8 +46,8 @@ class _Candidate(_Told):
     score: float
     relative_latency: float
     origin: str
-    against: list[_Reason]
-    notes: list[_Reason] = []
+    against: list[Reason]
+    notes: list[Reason] = []
     median_us: float | None = None
     noise: float | None = None
     measured_at: dict[str, int] | None = None
@@ -80,12 +77,12 @@ class _Match(_Told):
     attributes: dict[str, Any]
     context: _Context | None
     candidates: list[_Candidate]
-    reasons: list[_Reason]
+    reasons: list[Reason]
     guards: list[str]
     why: str
     formula: str
     mask: str | None
-    mask_reasons: list[_Reason]
+    mask_reasons: list[Reason]
     validation: _Validation | None
     module: str = ""
     picture: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=256)] = []
@@ -94,49 +91,15 @@ class _Match(_Told):
     after: list[str] = []
 
 
-class _Miss(_Told):
-    op: str
-    where: str
-    reason: _Reason
-    edit: str
-    module: str = ""
-
-
-class _Loop(_Told):
-    where: str
-    steps: int | str
-    calls: int
-    carried: list[str]
-    streams: list[str]
-    around: int
-    outputs: list[str]
-    rolled: bool
-    reason: _Reason | None = None
-
-
-class _Layers(_Told):
-    where: str
-    count: int
-    calls: int
-    folded: bool
-    reason: _Reason | None = None
-
-
-class _Module(_Told):
-    path: str
-    kind: str
-    calls: int
-
-
 class _Graph(_Told):
     matches: list[_Match]
-    near_misses: list[_Miss]
-    loops: list[_Loop]
-    layers: list[_Layers]
-    events: list[_Reason]
+    near_misses: list[MissReport]
+    loops: list[LoopReport]
+    layers: list[LayersReport]
+    events: list[Reason]
     seconds: dict[str, float]
-    unproven: list[_Reason] = []
-    modules: list[_Module] = []
+    unproven: list[Reason] = []
+    modules: list[ModuleReport] = []
 
 
 class _Report(_Told):

@@ -11,7 +11,8 @@ from rich.text import Text
 from lz_compile.report.layout import OneLine, amount, counted, places, short
 
 if TYPE_CHECKING:
-    from lz_compile.report.report import LayersReport, MatchReport, MissReport, Report
+    from lz_compile.report.findings import LayersReport, LoopReport, MissReport
+    from lz_compile.report.report import MatchReport, Report
 
 #: Kinds of matches, and of everything else, that a screen has room for.
 MOST_MATCHES, MOST = 16, 5
@@ -99,28 +100,19 @@ def _near_misses(misses: Sequence[MissReport], most: int | None) -> Iterator[Any
 
 
 def _loops(report: Report) -> Iterator[Any]:
+    def tell(loop: LoopReport) -> str:
+        return f"{loop.steps} steps at {short(loop.where)}, {'rolled' if loop.rolled else f'kept: {loop.reason}'}"
+
     groups = grouped(report.loops, lambda loop: (loop.rolled, loop.steps, loop.where))
-    if not groups:
-        return
-    yield Text(f"Loops: {len(report.loops)}", style="bold")
-    states = ["rolled" if loop.rolled else f"kept: {loop.reason}" for loop, *_ in groups]
-    told = [
-        f"{loop.steps} steps at {short(loop.where)}, {state}" for (loop, *_), state in zip(groups, states, strict=True)
-    ]
-    yield counted([(len(group), (text,)) for group, text in zip(groups[:MOST], told, strict=False)])
-    yield from _rest(groups, MOST, "loops")
+    yield from _section(f"Loops: {len(report.loops)}", groups, tell, "loops")
 
 
 def _layers(report: Report) -> Iterator[Any]:
+    def tell(layers: LayersReport) -> str:
+        return f"{layers.count} of {layers.calls} calls at {short(layers.where)}, {state_of(layers)}"
+
     groups = grouped(report.layers, lambda layers: (layers.count, layers.calls, layers.where, layers.folded))
-    if not groups:
-        return
-    yield Text(f"Layers: {sum(layers.count for layers in report.layers)}", style="bold")
-    told = [
-        f"{layers.count} of {layers.calls} calls at {short(layers.where)}, {state_of(layers)}" for layers, *_ in groups
-    ]
-    yield counted([(len(group), (text,)) for group, text in zip(groups[:MOST], told, strict=False)])
-    yield from _rest(groups, MOST, "groups of layers")
+    yield from _section(f"Layers: {sum(layers.count for layers in report.layers)}", groups, tell, "groups of layers")
 
 
 def state_of(layers: LayersReport) -> str:
@@ -130,11 +122,16 @@ def state_of(layers: LayersReport) -> str:
 
 def _events(report: Report) -> Iterator[Any]:
     groups = grouped(report.events, lambda event: (event.code, without_numbers(event.message)))
-    if not groups:
-        return
-    yield Text(f"Events: {len(report.events)}", style="bold")
-    yield counted([(len(group), (f"[{group[0].code}] {_first(group[0].message)}",)) for group in groups[:MOST]])
-    yield from _rest(groups, MOST, "kinds of events")
+    title = f"Events: {len(report.events)}"
+    yield from _section(title, groups, lambda event: f"[{event.code}] {_first(event.message)}", "kinds of events")
+
+
+def _section(title: str, groups: Sequence[Sequence[T]], tell: Callable[[T], str], what: str) -> Iterator[Any]:
+    """How often there is what, of as much as a screen has room for; nothing of what there is not."""
+    if groups:
+        yield Text(title, style="bold")
+        yield counted([(len(group), (tell(group[0]),)) for group in groups[:MOST]])
+        yield from _rest(groups, MOST, what)
 
 
 def _first(message: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -17,52 +18,55 @@ def parser() -> argparse.ArgumentParser:
         command.add_argument("--json", action="store_true", help="write JSON")
         return command
 
+    _add_questions(add)
+    _add_models(add)
+    _add_looks(
+        add("doctor", "what is installed and works here, and what to do about what does not"),
+        add("readiness-check", "whether this installation may go into production"),
+    )
+    _add_tuning(add("tune", "measure kernels over a grid of sizes; what is measured is kept, also after Ctrl-C"))
+    _add_stored(add("artifacts", "files of lz_compile.save_artifacts: what is in one, or several as one"))
+    _add_merging(add("perfdb", "databases of measurements: those of several machines as one"))
+    _add_merging(add("decisions", "lock files of lz_compile.save_decisions: those of several machines as one"))
+    _add_solving(add("solve", "the kernels for a model at every combination of sizes, as a dispatch table"))
+    return found
+
+
+def _add_questions(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """About one operation, and about kernels."""
     which = add("which", "the kernel for an operation on operands of given shapes")
     _add_operation(which)
     _add_tensors(which)
-
-    explain = add("explain", "how a kernel is chosen: for operands of given shapes, or throughout a model")
-    explain.add_argument("subject", nargs="?", help="an operation, or module:callable that returns (model, inputs)")
-    explain.add_argument("--dynamic", action="store_true", help="compile the model for any size")
-    explain.add_argument("--verbose", action="store_true", help="every candidate of every kind of match in a model")
-    explain.add_argument("--op", metavar="OPERATION", help="the operation, by name instead of by position")
-    _add_page(explain)
-    _add_tensors(explain)
-
     listed = add("list-kernels", "every kernel, and why it cannot be used where it cannot")
     listed.add_argument("operation", nargs="?", help="attention, attention.causal, ...; by default all")
-
     validate = add("validate", "run a kernel on random tensors and compare it with float64")
     validate.add_argument("kernel", help="as list-kernels tells it")
     validate.add_argument("--op", metavar="OPERATION", help="of inductor: of which op; of others: the variant")
     _add_tensors(validate)
 
+
+def _add_models(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """About a whole model, and what two reports of one tell."""
+    explain = add("explain", "how a kernel is chosen: for operands of given shapes, or throughout a model")
+    explain.add_argument("subject", nargs="?", help="an operation, or module:callable that returns (model, inputs)")
+    explain.add_argument("--op", metavar="OPERATION", help="the operation, by name instead of by position")
+    _add_report(explain)
+    _add_tensors(explain)
     dry_run = add("dry-run", "what is chosen throughout a model, without running it where that can be avoided")
     dry_run.add_argument("subject", help="module:callable that returns (model, inputs)")
-    dry_run.add_argument("--dynamic", action="store_true", help="trace the model for any size")
-    dry_run.add_argument("--verbose", action="store_true", help="every candidate of every kind of match")
-    _add_page(dry_run)
-
+    _add_report(dry_run)
     diff = add("diff", "what changed between two reports of a model: of two days, versions or machines")
     diff.add_argument("before", help="JSON of explain --json, of report.save, or of a dump")
     diff.add_argument("after", help="the same, later or elsewhere")
     diff.add_argument("--html", metavar="FILE", help="write the later report as a page that begins with what changed")
     diff.add_argument("--exit-code", action="store_true", help="end with 1 where something changed")
 
-    _add_looks(
-        add("doctor", "what is installed and works here, and what to do about what does not"),
-        add("readiness-check", "whether this installation may go into production"),
-    )
-    _add_tuning(add("tune", "measure kernels over a grid of sizes; what is measured is kept, also after Ctrl-C"))
-    stored = add("artifacts", "files of lz_compile.save_artifacts: what is in one, or several as one")
-    stored.add_argument("action", choices=("inspect", "merge"))
-    stored.add_argument(
+
+def _add_stored(artifacts: argparse.ArgumentParser) -> None:
+    artifacts.add_argument("action", choices=("inspect", "merge"))
+    artifacts.add_argument(
         "files", nargs="+", metavar="FILE", help="the file; of merge, the one to write and then those to read"
     )
-    _add_merging(add("perfdb", "databases of measurements: those of several machines as one"))
-    _add_merging(add("decisions", "lock files of lz_compile.save_decisions: those of several machines as one"))
-    _add_solving(add("solve", "the kernels for a model at every combination of sizes, as a dispatch table"))
-    return found
 
 
 def _add_merging(files: argparse.ArgumentParser) -> None:
@@ -79,8 +83,10 @@ def _add_looks(doctor: argparse.ArgumentParser, ready: argparse.ArgumentParser) 
     ready.add_argument("--strict", action="store_true", help="end with 1 where a check warns, too")
 
 
-def _add_page(command: argparse.ArgumentParser) -> None:
-    """A model's report as a page."""
+def _add_report(command: argparse.ArgumentParser) -> None:
+    """How a model is traced, and how its report is told."""
+    command.add_argument("--dynamic", action="store_true", help="trace the model for any size")
+    command.add_argument("--verbose", action="store_true", help="every candidate of every kind of match in a model")
     command.add_argument("--html", metavar="FILE", help="write a model's report as one page, to be opened in a browser")
     command.add_argument("--since", metavar="FILE", help="JSON of an earlier report: the page begins with what changed")
 

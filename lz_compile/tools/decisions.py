@@ -19,7 +19,7 @@ from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.measure.estimate import INDUCTOR
 from lz_compile.runtime.problem import decision_tree
 from lz_compile.runtime.problem.decision_tree import Node, Range
-from lz_compile.runtime.tables.dispatch_table import KindTree, PlannedOp
+from lz_compile.runtime.tables.dispatch_table import Kind, KindTree, PlannedOp
 from lz_compile.runtime.tables.trees import of_points, of_regions
 
 _GUARD = re.compile(r"(\w+) (<|>=) (\d+)")
@@ -84,7 +84,7 @@ def merged(planned: Iterable[PlannedOp]) -> tuple[PlannedOp, ...]:
     """Equal decisions as one, with all of their places and kinds of device, and the kernels that all of these can run."""
     found: dict[str, PlannedOp] = {}
     for op in planned:
-        key = repr((_kind(op), op.symbolic, sorted(op.dims.items()), op.kernel_id))
+        key = repr((op.kind, op.symbolic, sorted(op.dims.items()), op.kernel_id))
         known = found.get(key, op)
         found[key] = msgspec.structs.replace(
             known,
@@ -109,7 +109,7 @@ def lock_trees(decided: Iterable[Decided]) -> tuple[KindTree, ...]:
     groups: dict[str, list[Decided]] = {}
     for each in decided:
         exact = {name: size for name, size in each.op.dims.items() if name not in each.ranges}
-        groups.setdefault(repr((_kind(each.op), each.op.symbolic, sorted(exact.items()))), []).append(each)
+        groups.setdefault(repr((each.op.kind, each.op.symbolic, sorted(exact.items()))), []).append(each)
     found = []
     for group in groups.values():
         op, symbolic = group[0].op, group[0].op.symbolic
@@ -131,7 +131,7 @@ def bucket_trees(solved: Sequence[tuple[Bucket, Sequence[PlannedOp]]]) -> tuple[
         seen: Counter[str] = Counter()
         for op in planned:
             exact = {name: op.dims[name] for name in ops.module(op.op.partition(".")[0]).EXACT_DIMS}
-            key = repr((_kind(op), exact, op.where))
+            key = repr((op.kind, exact, op.where))
             places.setdefault(f"{key} {seen[key]}", []).append((bucket, op))
             seen[key] += 1
     groups: dict[str, tuple[list[str], list[PlannedOp]]] = {}
@@ -139,7 +139,7 @@ def bucket_trees(solved: Sequence[tuple[Bucket, Sequence[PlannedOp]]]) -> tuple[
         moving = _moving(place)
         op = place[0][1]
         exact = {name: size for name, size in op.dims.items() if name not in moving}
-        group = groups.setdefault(repr((_kind(op), sorted(exact.items()))), (moving, []))
+        group = groups.setdefault(repr((op.kind, sorted(exact.items()))), (moving, []))
         group[1].extend(planned for _, planned in place)
     trees = [_bucket_tree(moving, planned) for moving, planned in groups.values()]
     return tuple(sorted(trees, key=lambda kind: -len(kind.dims)))  # the first one that speaks decides: the narrowest
@@ -171,18 +171,6 @@ def _bucket_tree(moving: Sequence[str], planned: Sequence[PlannedOp]) -> KindTre
     return _kind_tree(planned[0], None, exact, of_points(points, moving))
 
 
-def _kind(op: PlannedOp) -> tuple[Any, ...]:
-    return op.op, op.platform, op.dtype, op.features, op.source_kernel
-
-
 def _kind_tree(op: PlannedOp, symbolic: tuple[str, ...] | None, exact: dict[str, int], node: Node) -> KindTree:
-    return KindTree(
-        op=op.op,
-        platform=op.platform,
-        dtype=op.dtype,
-        features=op.features,
-        symbolic=symbolic,
-        source_kernel=op.source_kernel,
-        dims=exact,
-        tree=decision_tree.to_dict(node),
-    )
+    same = {name: getattr(op, name) for name in Kind.__struct_fields__}
+    return KindTree(**same, symbolic=symbolic, dims=exact, tree=decision_tree.to_dict(node))

@@ -181,6 +181,7 @@ def explain(
     Raises:
         UnknownOperationError: there is no such operation.
         ArgumentError: of an operation, an operand or attribute does not fit.
+        OptionError: of a model, an option is unknown or has a wrong value.
     """
     report: Report | SelectionReport
     if isinstance(model, str):
@@ -247,6 +248,9 @@ def dry_run(
 
     Returns:
         the reports of the model's graphs.
+
+    Raises:
+        OptionError: an option is unknown or has a wrong value.
     """
     ours, _ = split(options)
     reason: Exception | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -218,18 +218,14 @@ def _warm_up() -> Iterator[Check]:
     if failures:
         text = f"{len(failures)} shapes of served models cannot be compiled: {'; '.join(failures[:3])}"
         yield Check("warm-up", "warn", text, "Mend what the reasons name; these shapes are answered eagerly.")
-    if waiting or (states and not ready):
-        yield Check("warm-up", "warn", f"{ready} shapes are compiled, {waiting} wait for the compiler", advice)
-    elif states:
-        yield Check("warm-up", "pass", f"{ready} shapes of {len(states)} served models are compiled")
+    if states:
+        missing = [f"{ready} shapes are compiled, {waiting} wait for the compiler"] if waiting or not ready else []
+        told = f"{ready} shapes of {len(states)} served models are compiled"
     else:
         count = len(list(Store("shapes").directory.glob("*.json")))
-        if count:
-            text = f"the shapes of {count} served models are remembered; served.warmup() compiles them"
-            yield Check("warm-up", "pass", text)
-        else:
-            text = "no shape is remembered: the first call of every shape compiles, for seconds"
-            yield Check("warm-up", "warn", text, advice)
+        missing = [] if count else ["no shape is remembered: the first call of every shape compiles, for seconds"]
+        told = f"the shapes of {count} served models are remembered; served.warmup() compiles them"
+    yield _check("warm-up", missing, told, advice, "warn")
 
 
 def _artifacts(path: str | os.PathLike[str] | None) -> Iterator[Check]:
@@ -271,14 +267,10 @@ def _choices(policy: Policy, device: torch.device) -> Iterator[Check]:
         for op, decision in decided.items()
         if decision.kernel.kernel_id != INDUCTOR and _origin(decision) == "prior"
     ]
-    if by_prior:
-        text = f"priors of other machines decide: {', '.join(by_prior)}"
-        commands = [f"python -m lz_compile tune {each.partition(' ')[0]}" for each in by_prior]
-        advice = f"Measure here: {'; '.join(commands)}."
-        yield Check("choices", "warn", text, advice)
-    else:
-        origins = ", ".join(f"{op} {_origin(decision)}" for op, decision in decided.items())
-        yield Check("choices", "pass", origins)
+    problems = [f"priors of other machines decide: {', '.join(by_prior)}"] if by_prior else []
+    commands = [f"python -m lz_compile tune {each.partition(' ')[0]}" for each in by_prior]
+    origins = ", ".join(f"{op} {_origin(decision)}" for op, decision in decided.items())
+    yield _check("choices", problems, origins, f"Measure here: {'; '.join(commands)}.", "warn")
 
 
 def _origin(decision: Decision) -> str:
@@ -295,18 +287,14 @@ def _capture(policy: Policy, device: torch.device) -> Iterator[Check]:
     if device.type != "cuda":
         yield Check("capture", "pass", f"there are no CUDA graphs on {device.type}")
         return
-    unsafe: Mapping[str, str] = {
-        op: chosen.kernel_id
-        for op in ops.names()
-        if (chosen := select(Problem(installation.plain_problem(op, device)), policy).kernel).kernel_id != INDUCTOR
-        and not chosen.is_cuda_graph_safe
-    }
-    if unsafe:
-        text = f"not safe in CUDA graphs: {', '.join(f'{kernel} for {op}' for op, kernel in unsafe.items())}"
-        advice = "mode='reduce-overhead' takes other kernels there; run the warm-up before a capture of your own."
-        yield Check("capture", "warn", text, advice)
-    else:
-        yield Check("capture", "pass", "every kernel that is chosen is safe in CUDA graphs")
+    chosen = {op: select(Problem(installation.plain_problem(op, device)), policy).kernel for op in ops.names()}
+    unsafe = [
+        f"{kernel.kernel_id} for {op} is not safe in CUDA graphs"
+        for op, kernel in chosen.items()
+        if kernel.kernel_id != INDUCTOR and not kernel.is_cuda_graph_safe
+    ]
+    advice = "mode='reduce-overhead' takes other kernels there; run the warm-up before a capture of your own."
+    yield _check("capture", unsafe, "every kernel that is chosen is safe in CUDA graphs", advice, "warn")
 
 
 def _ranks(policy: Policy) -> Iterator[Check]:

@@ -112,6 +112,12 @@ def save_decisions(path: str | os.PathLike[str]) -> DispatchTable:
     A lock file holds on every machine on which the kernels that it names have the same capabilities and versions. It speaks
     of exactly the sizes that were compiled: a number, or the range of a symbol between the guards of its decision. Of two
     decisions for the same problem the later one counts.
+
+    Args:
+        path: of the file, which is written whole.
+
+    Raises:
+        OSError: it cannot be written.
     """
     matches = [match for graph in reports() for match in graph.matches]
     decided = [found for match in matches if (found := Decided.of(match)) is not None]

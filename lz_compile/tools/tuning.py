@@ -6,6 +6,7 @@ does not compile or run is an event and is left out. Nothing of the caller's is 
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -94,6 +95,7 @@ def tune(
     budget_s: float | None = None,
     resume: bool = True,
     on_progress: Callable[[int, int, str], None] | None = None,
+    **unknown: Any,
 ) -> TuneReport:
     """Measure every kernel of an operation over a grid of problems, and keep the latencies in the database.
 
@@ -115,12 +117,20 @@ def tune(
         budget_s: stop before a problem that would begin after that many seconds.
         resume: skip problems that are measured already, in this environment and for all kernels that can run.
         on_progress: is called with the number of problems done, of all problems, and the next one in words.
+        unknown: nothing; a misspelt argument is told the nearest one, and the sizes of the op.
+
+    Units:
+        latencies in µs, budgets in seconds.
 
     Raises:
         UnknownOperationError: there is no such operation.
+        ArgumentError: there is no such argument.
         ArgumentError: the op has no such size, or what is attention's is given for another op.
         ValueError: there is no such mask, heads do not divide, or a size or number of samples is below 1.
     """
+    check_operation("tuning", operation)
+    for name in unknown:
+        raise _unknown(name, operation)
     named = {
         "batch_size": batch_sizes,
         "seq_len_q": seq_lens,
@@ -130,7 +140,6 @@ def tune(
         "head_dim": head_dim,
     }
     given: dict[str, int | Sequence[int]] = {name: value for name, value in named.items() if value is not None}
-    check_operation("tuning", operation)
     dtypes = dtype if isinstance(dtype, Sequence) else (dtype,)
     problems = grid("tune", operation, dtypes, _sizes(operation, given, sizes or {}))
     if samples is not None and samples < 1:
@@ -149,6 +158,15 @@ def tune(
         raise ArgumentError("tune", "query heads", expected, f"{wrong['num_heads']} and {wrong['num_kv_heads']}")
     with isolated():
         return _tune(problems, where, details, training, samples, budget_s, resume, on_progress)
+
+
+def _unknown(name: str, operation: str) -> ArgumentError:
+    valid = [each for each in inspect.signature(tune).parameters if each != "unknown"]
+    op = operation.partition(".")[0]
+    sizes = contexts.dim_names(op)
+    advice = f"Arguments are {', '.join(valid)}; sizes of {op}, given as sizes={{name: ...}}, are {', '.join(sizes)}"
+    received = f"'{name}'{nearest(name, [*valid, *sizes])}"
+    return ArgumentError("tune", "arguments", "by names that it has", received, advice)
 
 
 def _sizes(operation: str, given: Sizes, sizes: Sizes) -> Sizes:

@@ -7,14 +7,13 @@ nothing: padding before or behind may be of any kind.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from lz_compile.lowering import cpp_builds
+from lz_compile.lowering.cpp import calls
 from lz_compile.lowering.cpp.vectors import ELEMENTS
 
 #: Beside Inductor's own, which writes vectors itself.
@@ -39,17 +38,12 @@ def function(body: str, acc: torch.dtype, **types: torch.dtype) -> Any:
         RuntimeError: there is no C++ compiler, or it refuses the source.
     """
     names = "".join(f"using {name} = {ELEMENTS[dtype]};\n" for name, dtype in sorted(types.items()))
-    library = cpp_builds.load_cpp(f"{_HEADERS}using Acc = {ELEMENTS[acc]};\n{names}{_SHARED}{body}", _FLAGS)
-    library.run.argtypes = [ctypes.c_void_p] * 3
-    library.run.restype = None
-    return library.run
+    return calls.function("run", f"{_HEADERS}using Acc = {ELEMENTS[acc]};\n{names}{_SHARED}{body}", _FLAGS)
 
 
 def call(run: Any, tensors: Sequence[torch.Tensor | None], sizes: Sequence[int], numbers: Sequence[float] = ()) -> None:
     """Call what :func:`function` gave; the number of threads is the last size."""
-    pointers = (ctypes.c_void_p * len(tensors))(*[None if each is None else each.data_ptr() for each in tensors])
-    counts = (ctypes.c_int64 * (len(sizes) + 1))(*sizes, torch.get_num_threads())
-    run(pointers, counts, (ctypes.c_double * max(len(numbers), 1))(*numbers))
+    run(calls.addresses(tensors), calls.integers([*sizes, torch.get_num_threads()]), calls.reals(numbers))
 
 
 _HEADERS = """

@@ -28,13 +28,10 @@ from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFa
 from lz_compile.lowering.operands import MisfitError, operands
 from lz_compile.lowering.sample import Asked, sampler
 
-#: Variants of the operation, and the layout of operands in which it is decided.
 VARIANTS = ("causal", "full")
 LAYOUT = "BHSD"
 LIBRARY_LAYOUTS = ("BSHD", "NHD")
-#: What an eager call runs where nothing is better.
 EAGER_KERNEL = "torch.sdpa"
-#: Sizes that a measurement must have exactly, and those that it may differ in within a bucket (a product is one size).
 EXACT_DIMS = ("head_dim", "value_dim")
 #: Features that say what a kernel must get right, and nothing of how long it takes.
 TIMELESS_FEATURES = frozenset({"masked_nan", "masked_nan_keys", "nan_rows", "nan_in_few_keys", "masked_row_gradient"})
@@ -47,13 +44,10 @@ ROUNDING_POWER = 2
 FEW_KEYS = 16
 
 
-#: What operators encode as text.
 Attributes = AttentionAttrs
-#: The operands that kernels give gradients of, the first ones.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks", "slopes")
 
 
-#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
 SHAPES: Mapping[str, str] = {
     "query": "B Hq Sq D",
     "key": "B Hk Sk D",
@@ -68,13 +62,10 @@ SHAPES: Mapping[str, str] = {
 }
 #: What the elements of operands are that are no floating-point numbers.
 KINDS: Mapping[str, str] = {"mask": "boolean", "query_documents": "int64", "key_documents": "int64"}
-#: Dimensions that differ from call to call: a proof holds up to a bound of theirs.
 LENGTHS = ("Sq", "Sk")
 #: Layouts beside the canonical one in which callers may have query, key and value.
 CALL_LAYOUTS = ("BSHD",)
-#: What makes each variant.
 VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {"causal": {"is_causal": True}, "full": {"is_causal": False}}
-#: Sizes that are measured where no others are asked for, and those that are another's unless they are given.
 TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
     "batch_size": (1,),
     "seq_len_q": (128, 512, 2048),
@@ -135,10 +126,7 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
     if (x.query_documents is None) != (x.key_documents is None):
         raise MisfitError("attention", "query_documents", "and key_documents together", "one of them")
     told: dict[str, Any] = {
-        "has_mask": x.mask is not None,
-        "has_bias": x.bias is not None,
-        "has_sinks": x.sinks is not None,
-        "has_slopes": x.slopes is not None,
+        **x.has("mask", "bias", "sinks", "slopes"),
         "has_documents": x.query_documents is not None,
         "enable_gqa": bool(heads != kv_heads),
     }

@@ -41,7 +41,6 @@ Scalar: TypeAlias = float | torch.Tensor
 
 VARIANTS = ("convex", "residual", "channel", "confidence", "logit", "soft_gate", "margin")
 LAYOUT = "NCS"
-#: What an eager call runs where nothing is better.
 EAGER_KERNEL = "torch.blend"
 EXACT_DIMS: tuple[str, ...] = ()
 BUCKETED_DIMS = (("num_rows",), ("num_channels",), ("inner_size",), ("num_classes",))
@@ -76,9 +75,7 @@ class BlendAttrs(OpAttributes):
         return self.mode
 
 
-#: What operators encode as text.
 Attributes = BlendAttrs
-#: The operands that kernels give gradients of.
 DIFFERENTIABLE: tuple[str, ...] = ()
 
 
@@ -99,7 +96,6 @@ class BlendFacts:
     alpha_needs_grad: bool = False
 
 
-#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
 SHAPES: Mapping[str, str] = {
     "host": "N|1 C|1 S|1",
     "seed": "N C S",
@@ -110,9 +106,7 @@ SHAPES: Mapping[str, str] = {
 }
 #: What operands are that are no tensors of floating-point numbers, or may be numbers.
 KINDS: Mapping[str, str] = dict.fromkeys(("alpha", "gain", "offset", "low", "high"), "scalar")
-#: What makes each variant.
 VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {each: {"mode": each} for each in VARIANTS}
-#: Sizes that are measured where no others are asked for.
 TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
     "num_rows": (64,),
     "num_channels": (256, 1024),

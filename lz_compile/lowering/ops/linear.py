@@ -76,7 +76,6 @@ class LinearAttrs(OpAttributes):
         return "quantised"
 
 
-#: What operators encode as text.
 Attributes = LinearAttrs
 #: The operands that kernels give gradients of: none; PyTorch's own operations have theirs.
 DIFFERENTIABLE: tuple[str, ...] = ()
@@ -96,7 +95,6 @@ class LinearFacts:
     needs_grad: bool = False
 
 
-#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
 SHAPES: Mapping[str, str] = {
     "input": "N K",
     "weight": "O W",
@@ -107,11 +105,8 @@ SHAPES: Mapping[str, str] = {
 }
 #: What the elements of operands are that are no floating-point numbers of 16 bits or more.
 KINDS: Mapping[str, str] = {"weight": "bytes", "zero": "real", "order": "int64"}
-#: Dimensions that differ from call to call: a proof holds up to a bound of theirs.
 LENGTHS = ("N",)
-#: What makes the variant.
 VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {"quantised": {}}
-#: Sizes that are measured where no others are asked for.
 TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
     "num_rows": (1, 256),
     "in_features": (4096,),
@@ -148,9 +143,7 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
         raise MisfitError("linear", "codebook", "for two numbers in a byte", "one in each", "They are told by packing")
     if groups == 0 or columns % groups:
         raise MisfitError("linear", "scale", f"of groups that divide {columns} columns", groups)
-    told: dict[str, Any] = {
-        f"has_{name}": getattr(x, name) is not None for name in ("scale", "zero", "offset", "bias", "codebook", "order")
-    }
+    told = x.has("scale", "zero", "offset", "bias", "codebook", "order")
     told["is_transposed"] = x.weight.shape[1] != 1 and x.weight.stride(1) != 1
     dtype = x.input.dtype
     attrs = LinearAttrs(

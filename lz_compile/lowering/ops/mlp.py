@@ -82,9 +82,7 @@ class MlpAttrs(OpAttributes):
         return "gated" if self.is_gated else "plain"
 
 
-#: What operators encode as text.
 Attributes = MlpAttrs
-#: The operands that kernels give gradients of.
 DIFFERENTIABLE = ("gate", "up")
 
 
@@ -99,11 +97,8 @@ class MlpFacts:
     needs_grad: bool = False
 
 
-#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
 SHAPES: Mapping[str, str] = {"gate": "N F", "up": "N F", "gate_bias": "F", "up_bias": "F"}
-#: What makes each variant.
 VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {"gated": {"is_gated": True}, "plain": {"is_gated": False}}
-#: Sizes that are measured where no others are asked for.
 TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {"num_rows": (512, 4096), "intermediate_size": (2816, 11008)}
 
 
@@ -125,11 +120,7 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
         raise MisfitError("mlp", "up_bias", "beside up only", "no up")
     dtype = x.gate.dtype
     found = {"compute_dtype": torch.promote_types(dtype, torch.float32), "out_dtype": dtype, **given}
-    told = {
-        "is_gated": x.up is not None,
-        "has_gate_bias": x.gate_bias is not None,
-        "has_up_bias": x.up_bias is not None,
-    }
+    told = {"is_gated": x.up is not None, **x.has("gate_bias", "up_bias")}
     facts = MlpFacts(sizes["N"], sizes["F"], dtype, x.gate.device.type, x.wants_gradient())
     return MlpAttrs(**{**found, **told}), facts
 

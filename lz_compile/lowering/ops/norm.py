@@ -32,7 +32,6 @@ EpsAt: TypeAlias = Literal["inside", "outside", "floor"]
 
 VARIANTS = ("rms", "layer")
 LAYOUT = "ND"
-#: What an eager call runs where nothing is better.
 EAGER_KERNEL = "torch.norm"
 EXACT_DIMS = ("hidden_size",)
 TIMELESS_FEATURES: frozenset[str] = frozenset({"eps_outside", "eps_floor"})
@@ -63,9 +62,7 @@ class NormAttrs(OpAttributes):
         return "layer" if self.is_centred else "rms"
 
 
-#: What operators encode as text.
 Attributes = NormAttrs
-#: The operands that kernels give gradients of.
 DIFFERENTIABLE = ("input", "weight", "bias")
 
 
@@ -80,13 +77,9 @@ class NormFacts:
     needs_grad: bool = False
 
 
-#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
 SHAPES: Mapping[str, str] = {"input": "N D", "weight": "D", "bias": "D"}
-#: Dimensions that differ from call to call: a proof holds up to a bound of theirs.
 LENGTHS = ("N",)
-#: What makes each variant.
 VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {"rms": {"is_centred": False}, "layer": {"is_centred": True}}
-#: Sizes that are measured where no others are asked for.
 TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {"num_rows": (512, 4096), "hidden_size": (1024, 4096)}
 
 
@@ -103,7 +96,7 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
     """The attributes, of which some are given, and the facts of a norm over tensors (real or fake)."""
     wide = reduce(torch.promote_types, (each.dtype for each in x.tensors), torch.float32)
     found = {"compute_dtype": wide, "rounded_to": wide, "out_dtype": x.input.dtype, **given}
-    attrs = NormAttrs(**{**found, "has_weight": x.weight is not None, "has_bias": x.bias is not None})
+    attrs = NormAttrs(**{**found, **x.has("weight", "bias")})
     device = x.input.device.type
     return attrs, NormFacts(sizes["N"], sizes["D"], x.input.dtype, device, x.wants_gradient())
 

@@ -44,7 +44,6 @@ VARIANTS = ("decode", "ragged")
 LAYOUT = "NHD"
 #: Layouts beside the canonical one in which callers may have caches: heads before slots.
 CALL_LAYOUTS = ("HND",)
-#: What an eager call runs where nothing is better.
 EAGER_KERNEL = "torch.paged_attention"
 EXACT_DIMS = ("num_heads", "num_kv_heads", "head_dim", "value_dim")
 BUCKETED_DIMS = (("num_queries",), ("num_requests",), ("seq_len_k",), ("block_size",))
@@ -75,7 +74,6 @@ class PagedAttentionAttrs(OpAttributes):
         return "ragged" if self.is_ragged else "decode"
 
 
-#: What operators encode as text.
 Attributes = PagedAttentionAttrs
 #: The operands that kernels give gradients of: none; caches are for inference.
 DIFFERENTIABLE: tuple[str, ...] = ()
@@ -99,7 +97,6 @@ class PagedAttentionFacts:
     needs_grad: bool = False
 
 
-#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
 SHAPES: Mapping[str, str] = {
     "query": "T Hq D",
     "key_cache": "N P Hk D",
@@ -117,9 +114,7 @@ KINDS: Mapping[str, str] = {
     **dict.fromkeys(("key_cache", "value_cache"), "stored"),
     **dict.fromkeys(("block_table", "lengths", "query_starts", "first_keys"), "int32"),
 }
-#: What makes each variant.
 VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {"decode": {"is_ragged": False}, "ragged": {"is_ragged": True}}
-#: Sizes that are measured where no others are asked for, and those that are another's unless they are given.
 TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
     "num_requests": (1, 16),
     "seq_len_k": (512, 4096),
@@ -180,13 +175,7 @@ def from_operands(
     for name, least in (("softcap", 0.0), ("window", 0)):
         if given.get(name) is not None and given[name] <= least:
             raise MisfitError("paged_attention", name, f"above {least}", given[name])
-    told = {
-        "is_ragged": x.query_starts is not None,
-        "has_sinks": x.sinks is not None,
-        "has_key_scale": x.key_scale is not None,
-        "has_value_scale": x.value_scale is not None,
-        "has_first_keys": x.first_keys is not None,
-    }
+    told = {"is_ragged": x.query_starts is not None, **x.has("sinks", "key_scale", "value_scale", "first_keys")}
     attrs = PagedAttentionAttrs(**{"out_dtype": x.query.dtype, **given, **told})
     lengths = (requests, sizes["T"], heads, kv_heads, sizes["M"] * sizes["P"], sizes["P"], sizes["D"], sizes["E"])
     dtypes = x.query.dtype, x.key_cache.dtype

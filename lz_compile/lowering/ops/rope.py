@@ -63,9 +63,7 @@ class RopeAttrs(OpAttributes):
         return "interleaved" if self.is_interleaved else "half"
 
 
-#: What operators encode as text.
 Attributes = RopeAttrs
-#: The operands that kernels give gradients of.
 DIFFERENTIABLE = ("input",)
 
 
@@ -85,9 +83,7 @@ class RopeFacts:
     tables_need_grad: bool = False
 
 
-#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
 SHAPES: Mapping[str, str] = {"input": "B H S D", "cos": "B|1 1 S|1 W", "sin": "B|1 1 S|1 W"}
-#: Sizes that are measured where no others are asked for, and those that are another's unless they are given.
 TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
     "batch_size": (1,),
     "num_heads": (8,),

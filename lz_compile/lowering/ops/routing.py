@@ -54,7 +54,6 @@ Gate: TypeAlias = Literal["none", "rollout", "token"]
 
 VARIANTS = ("none", "grad", "act")
 LAYOUT = "GSD"
-#: What an eager call runs where nothing is better.
 EAGER_KERNEL = "torch.routing"
 EXACT_DIMS: tuple[str, ...] = ()
 BUCKETED_DIMS = (
@@ -96,7 +95,6 @@ class RoutingAttrs(OpAttributes):
         return self.arm
 
 
-#: What operators encode as text.
 Attributes = RoutingAttrs
 #: The operands that opaque kernels give gradients of: those of a step's are traced (``kernels/routing/function.py``).
 DIFFERENTIABLE: tuple[str, ...] = ()
@@ -124,7 +122,6 @@ class RoutingFacts:
 
 #: By the names that descriptors use, in the order of the letters ``G S D E R Q``.
 SIZES = ("num_rollouts", "rollout_length", "in_features", "out_features", "rank", "quarantine_rank")
-#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
 SHAPES: Mapping[str, str] = {
     "x": "G|1 S D",
     "vh": "R D",
@@ -143,9 +140,7 @@ SHAPES: Mapping[str, str] = {
 }
 #: What operands are that are no tensors of floating-point numbers.
 KINDS: Mapping[str, str] = {"rollout": "int64", "num_rollouts": "count"}
-#: What makes each variant.
 VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {each: {"arm": each} for each in VARIANTS}
-#: Sizes that are measured where no others are asked for.
 TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
     "num_rollouts": (8,),
     "rollout_length": (512,),

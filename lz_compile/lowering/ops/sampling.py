@@ -55,7 +55,6 @@ TIES: tuple[Ties, ...] = ("all", "first", "last", "open")
 
 VARIANTS = ("ids", "scores", "probs")
 LAYOUT = "NV"
-#: What an eager call runs where nothing is better.
 EAGER_KERNEL = "torch.sampling"
 #: About what that takes where nothing fuses it, over Inductor's code for the same: priors are over the latter.
 UNFUSED = {"cpu": 2.0}
@@ -112,7 +111,6 @@ class SamplingAttrs(OpAttributes):
         return self.has_top_p and self.top_p_ties == "open"
 
 
-#: What operators encode as text.
 Attributes = SamplingAttrs
 #: The operands that kernels give gradients of: none; PyTorch's own operations have theirs.
 DIFFERENTIABLE: tuple[str, ...] = ()
@@ -129,7 +127,6 @@ class SamplingFacts:
     needs_grad: bool = False
 
 
-#: The dimensions of every operand: equal letters are equal sizes, ``X|1`` broadcasts, a number is that size.
 SHAPES: Mapping[str, str] = {
     "logits": "N V",
     "bitmask": "N|1 W",
@@ -139,11 +136,8 @@ SHAPES: Mapping[str, str] = {
 }
 #: What the elements of operands are that are no floating-point numbers.
 KINDS: Mapping[str, str] = {"bitmask": "int32", "top_k": "int32", "seeds": "int64"}
-#: Dimensions that differ from call to call: a proof holds up to a bound of theirs.
 LENGTHS = ("N",)
-#: What makes each variant.
 VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {each: {"result": each} for each in VARIANTS}
-#: Sizes that are measured where no others are asked for.
 TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {"num_rows": (1, 16), "vocab_size": (32000, 128000)}
 
 

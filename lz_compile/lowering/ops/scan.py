@@ -52,7 +52,6 @@ DecayKind: TypeAlias = Literal["none", "scalar", "key", "value", "full"]
 
 VARIANTS = ("delta", "diagonal")
 LAYOUT = "BHTKV"
-#: What an eager call runs where nothing is better.
 EAGER_KERNEL = "torch.scan_sequential"
 EXACT_DIMS = ("key_dim", "value_dim", "rank", "reads")
 BUCKETED_DIMS = (("length",), ("batch_size", "num_heads"))
@@ -101,9 +100,7 @@ class ScanAttrs(OpAttributes):
         return "delta" if self.erases else "diagonal"
 
 
-#: What operators encode as text.
 Attributes = ScanAttrs
-#: The operands that kernels give gradients of.
 DIFFERENTIABLE = tuple(DIMS)
 
 
@@ -153,11 +150,8 @@ class ScanFacts:
 
 #: The same, as every op says it: all dimensions broadcast.
 SHAPES: Mapping[str, str] = {name: " ".join(f"{dim}|1" for dim in dims) for name, dims in DIMS.items()}
-#: Dimensions that differ from call to call: a proof holds up to a bound of theirs.
 LENGTHS = ("T",)
-#: What makes each variant.
 VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {"delta": {"erases": True}, "diagonal": {"erases": False}}
-#: Sizes that are measured where no others are asked for.
 TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
     "batch_size": (1,),
     "num_heads": (8,),
@@ -222,8 +216,7 @@ def _check(x: Operands, sizes: Mapping[str, int]) -> None:
 
 def structure_of(x: Operands) -> ScanStructure:
     """Which terms a step over these operands has."""
-    has = {f"has_{name}": getattr(x, name) is not None for name in ("state", "drive", "query")}
-    return ScanStructure(factor_kind(x.decay), has_updates=x.left is not None, **has)
+    return ScanStructure(factor_kind(x.decay), has_updates=x.left is not None, **x.has("state", "drive", "query"))
 
 
 def factor_kind(operand: torch.Tensor | None) -> DecayKind:

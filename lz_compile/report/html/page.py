@@ -114,7 +114,7 @@ def tree(modules: Iterable[Mapping[str, Any]], ops: Sequence[tuple[str, Op]]) ->
     """The model.
 
     Args:
-        modules: path, class and calls of each, as :class:`~lz_compile.report.report.ModuleReport` tells them.
+        modules: path, class and calls of each, as :class:`~lz_compile.report.findings.ModuleReport` tells them.
         ops: the path of the module that each is in, and the op.
     """
     root = Branch("model", "")

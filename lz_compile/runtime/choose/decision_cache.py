@@ -18,35 +18,19 @@ before, and stored where nobody looks any more.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from lz_compile.errors import OptionError
 from lz_compile.ground.records import Record
+from lz_compile.runtime.policy.settings import CacheSettings
 
 V = TypeVar("V")
-
-
-@dataclass(frozen=True)
-class SelectionCacheConfig:
-    """Bounds of a cache: shards, entries in each, seconds that an entry lives.
-
-    Raises:
-        OptionError: a bound is not positive.
-    """
-
-    num_shards: int = 256
-    max_entries_per_shard: int = 40
-    entry_ttl_seconds: float = 60.0
-
-    def __post_init__(self) -> None:
-        for name in ("num_shards", "max_entries_per_shard", "entry_ttl_seconds"):
-            value = getattr(self, name)
-            if not value > 0:
-                raise OptionError(f"configuring the selection cache: expected {name} above 0, received {value!r}")
+#: Parts of a cache, each with a lock of its own for what changes it.
+SHARDS = 256
 
 
 @dataclass(frozen=True)
@@ -156,17 +140,23 @@ class DecisionCache(Generic[V]):
     not a value, it says that there is none.
 
     Args:
-        config: the bounds.
+        settings: how many entries, and how long one lives.
+        shards: at most as many as entries.
         clock: seconds, monotonic.
     """
 
     def __init__(
-        self, config: SelectionCacheConfig | None = None, *, clock: Callable[[], float] = time.monotonic
+        self,
+        settings: CacheSettings | None = None,
+        *,
+        shards: int = SHARDS,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config = config or SelectionCacheConfig()
-        self._clock = clock
+        self.settings, self._clock = settings or CacheSettings(), clock
+        count = min(shards, self.settings.max_size)
+        self._room = math.ceil(self.settings.max_size / count)
         self._live: dict[Hashable, _Entry[V]] = {}
-        self._shards = [_Shard(self._live) for _ in range(self.config.num_shards)]
+        self._shards = [_Shard(self._live) for _ in range(count)]
         self._past = (0, 0, 0, 0)  # counts of the shards that were cleared away
         self._misses = 0
         self._lock = threading.Lock()
@@ -267,8 +257,8 @@ class DecisionCache(Generic[V]):
             _thread.is_computing = was_computing
         with shard.lock:
             now = self._clock()
-            entry = _Entry(value, now + self.config.entry_ttl_seconds)
-            shard.store(key, entry, self.config.max_entries_per_shard, now)
+            entry = _Entry(value, now + self.settings.ttl_seconds)
+            shard.store(key, entry, self._room, now)
         return value
 
     def _detach(self, shard: _Shard[V], key: Hashable, flight: _Flight[V]) -> None:

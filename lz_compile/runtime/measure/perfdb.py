@@ -20,7 +20,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 from lz_compile.ground import events, sqlite_file
 from lz_compile.ground.files import cache_directory
@@ -260,36 +260,18 @@ def _select(connection: sqlite3.Connection, key: tuple[str | None, ...], match: 
 # ---- schema --------------------------------------------------------------------------------------------------------
 
 
+_COLUMN_TYPES = {
+    str: "TEXT NOT NULL", int: "INTEGER NOT NULL", float: "REAL NOT NULL", bool: "BOOLEAN NOT NULL",
+    str | None: "TEXT", int | None: "INTEGER", float | None: "REAL",
+}  # fmt: skip
+
+
 def _create(connection: sqlite3.Connection) -> None:
-    """Schema 1. A table of that name that is there already is not ours, which its columns tell."""
+    """Schema 1, the fields of a record. A table of that name that is there already is not ours, which its columns tell."""
+    columns = ", ".join(f"{name} {_COLUMN_TYPES[kind]}" for name, kind in get_type_hints(PerfRecord).items())
     # Clustered by its key, which serves every lookup: what a lookup fixes comes first, so its rows lie together.
-    connection.execute(f"""
-        CREATE TABLE IF NOT EXISTS perf_records (
-            kernel_id TEXT NOT NULL,
-            operation TEXT NOT NULL,
-            device_id TEXT NOT NULL,
-            sm_version INTEGER,
-            dtype TEXT NOT NULL,
-            head_dim INTEGER,
-            seq_bucket INTEGER,
-            batch_bucket INTEGER,
-            environment TEXT NOT NULL,
-            workload TEXT NOT NULL,
-            surroundings TEXT NOT NULL DEFAULT '',
-            median_us REAL NOT NULL,
-            p95_us REAL NOT NULL,
-            samples INTEGER NOT NULL,
-            variance_us REAL,
-            warmup_ms REAL,
-            kernel_version TEXT,
-            layerzero_version TEXT,
-            capabilities_hash TEXT,
-            power_state TEXT,
-            conditions TEXT,
-            measured_at TEXT NOT NULL,
-            valid BOOLEAN NOT NULL DEFAULT TRUE,
-            PRIMARY KEY ({", ".join(_KEY)})
-        ) WITHOUT ROWID""")
+    key = f"PRIMARY KEY ({', '.join(_KEY)})"
+    connection.execute(f"CREATE TABLE IF NOT EXISTS perf_records ({columns}, {key}) WITHOUT ROWID")
 
 
 _LAYOUT = sqlite_file.Layout("perf_records", COLUMNS, (_create,))

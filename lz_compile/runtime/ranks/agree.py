@@ -26,7 +26,7 @@ from lz_compile.runtime.measure import cost
 from lz_compile.runtime.policy import policy as policies
 from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.ranks import cards
-from lz_compile.runtime.ranks.job import Job, WhyNot
+from lz_compile.runtime.ranks.job import Job, Question, WhyNot
 from lz_compile.runtime.ranks.problem_key import key_of
 from lz_compile.runtime.ranks.store import Lease, StoreGoneError, Turn
 from lz_compile.runtime.tables.loaded import Loaded
@@ -142,7 +142,7 @@ def decide(
     if job is None:
         return select(problem, policy, tables)
     try:
-        found = job.decide(problem, policy, tables, writes=writes, why_not=why_not)
+        found = job.decide(Question(problem, policy, tables, why_not), writes=writes)
         if job.store.gone:  # what was settled by then stays
             _lost(StoreGoneError(job.store.gone))
         return found
@@ -169,7 +169,7 @@ def in_turn(
     if job is None:
         yield from ((kernel, decision) for kernel in decision.ranking)
         return
-    failed: dict[str, Reason] = {}
+    failed, asked = dict[str, Reason](), Question(problem, policy, tables, why_not)
     while decision.kernel.kernel_id not in failed:
         try:
             yield decision.kernel, decision
@@ -178,7 +178,7 @@ def in_turn(
             raise
         failed[decision.kernel.kernel_id] = why_failed()
         try:
-            decision = job.move_on(failed, problem, policy, tables, why_not)
+            decision = job.move_on(failed, asked)
         except StoreGoneError as error:
             _lost(error)
             yield from ((each, decision) for each in decision.ranking if each.kernel_id not in failed)

@@ -10,7 +10,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -48,6 +49,32 @@ _cards, _tables = msgspec.json.Decoder(Card), msgspec.json.Decoder(dict[str, dic
 _news = msgspec.json.Decoder(News)
 
 
+@dataclass(frozen=True)
+class Question:
+    """What is to be decided.
+
+    Args:
+        problem: what to choose for.
+        policy: what the user wants.
+        tables: dispatch tables of this compile.
+        why_not: proves a kernel before it becomes the job's (None: nothing is to be proven).
+    """
+
+    problem: Problem
+    policy: Policy
+    tables: Sequence[Loaded] | None = None
+    why_not: WhyNot | None = None
+
+    @cached_property
+    def key(self) -> ProblemKey:
+        """Under which the job keeps what it decides."""
+        return key_of(self.problem, self.policy)
+
+    def selected(self, elsewhere: Mapping[str, Reason], agreed: Agreed | None = None) -> Decision:
+        """What this rank takes, without kernels that are not for all, or what was agreed on."""
+        return select(self.problem, self.policy, self.tables, elsewhere=elsewhere, agreed=agreed)
+
+
 class Job:
     """A rank of a job.
 
@@ -73,47 +100,36 @@ class Job:
 
     # ---- decisions ----------------------------------------------------------------------------------------------------
 
-    def decide(
-        self,
-        problem: Problem,
-        policy: Policy,
-        tables: Sequence[Loaded] | None = None,
-        *,
-        writes: bool = True,
-        why_not: WhyNot | None = None,
-    ) -> Decision:
+    def decide(self, asked: Question, *, writes: bool = True) -> Decision:
         """The kernel for a problem, the same on every rank that can run it.
 
         Args:
-            problem: what to choose for.
-            policy: what the user wants.
-            tables: dispatch tables of this compile.
+            asked: what is to be decided.
             writes: whether what this rank would take becomes the job's decision where there is none.
-            why_not: proves a kernel before it becomes the job's (None: nothing is to be proven).
 
         Raises:
             StoreGoneError: the store cannot be asked; what was settled by then is still known.
             RanksDifferError: ranks run different versions and the policy refuses that.
         """
-        key = key_of(problem, policy)
+        key = asked.key
         settled = self._still_settled(key)
         if settled is None:
             self._hear(key.kind)
-            elsewhere = self._elsewhere(problem, key.kind)
+            elsewhere = self._elsewhere(asked.problem, key.kind)
             data = self.store.get(f"decision/{key.key}")
             if data is None:
                 if not writes:
-                    return select(problem, policy, tables, elsewhere=elsewhere)
+                    return asked.selected(elsewhere)
                 # Nobody waits for this proof: a rank that is done with its own by then decides instead.
-                decision, failed = self._proven(problem, policy, tables, elsewhere, why_not)
+                decision, failed = self._proven(asked, elsewhere)
                 wanted = msgspec.structs.replace(self._agreed(decision, key), passed_over=failed)
                 data = self._exchange(key, b"", wanted.encoded())
                 if data == wanted.encoded():
                     self._heard.settled[key.key] = wanted
                     return self._shared(decision, wanted, key)
             settled = self._heard.settled[key.key] = self._decoded(data, Agreed.decoded)
-            self._tell_other(settled, problem)
-        return self._followed(settled, key, problem, policy, tables, writes=writes, why_not=why_not)
+            self._tell_other(settled, asked.problem)
+        return self._followed(settled, asked, writes=writes)
 
     def _still_settled(self, key: ProblemKey) -> Agreed | None:
         """What this rank knows to be agreed on; None where it has to ask, as others have moved on.
@@ -137,27 +153,17 @@ class Job:
             events.record("RANKS_APART", f"{text} (problem {key.key})")
         return None
 
-    def move_on(
-        self,
-        failed: Mapping[str, Reason],
-        problem: Problem,
-        policy: Policy,
-        tables: Sequence[Loaded] | None = None,
-        why_not: WhyNot | None = None,
-    ) -> Decision:
+    def move_on(self, failed: Mapping[str, Reason], asked: Question) -> Decision:
         """What the job runs instead of kernels that it agreed on, and that this rank cannot run.
 
         Args:
             failed: kernels that failed here for this problem, and why.
-            problem: as it was.
-            policy: as it was.
-            tables: as they were.
-            why_not: as it was.
+            asked: as it was.
 
         Raises:
             StoreGoneError: the store cannot be asked.
         """
-        key = key_of(problem, policy)
+        key = asked.key
         for _ in range(_MOST_MOVES):
             data = self.store.get(f"decision/{key.key}")
             if data is None:
@@ -166,15 +172,15 @@ class Job:
             passed_over = {**held.passed_over}
             for kernel_id, reason in failed.items():
                 passed_over.setdefault(kernel_id, (self.rank, reason.message))
-            elsewhere = self._elsewhere(problem, key.kind) | cards.passed_over(passed_over)
+            elsewhere = self._elsewhere(asked.problem, key.kind) | cards.passed_over(passed_over)
             if passed_over == held.passed_over:  # the job is beyond all of them
                 self._heard.settled[key.key] = held
-                found = select(problem, policy, tables, elsewhere=elsewhere, agreed=self._here(held, key))
+                found = asked.selected(elsewhere, self._here(held, key))
                 if found.refused_agreed is None:
                     return self._shared(found, held, key)
                 failed = {**failed, held.kernel: found.refused_agreed}
                 continue
-            found, wrong = self._proven(problem, policy, tables, elsewhere, why_not)
+            found, wrong = self._proven(asked, elsewhere)
             passed_over |= wrong
             wanted = msgspec.structs.replace(self._agreed(found, key), passed_over=passed_over)
             if self._exchange(key, data, wanted.encoded()) == wanted.encoded():
@@ -192,44 +198,27 @@ class Job:
         if decision.agreement is not None:
             self._heard.taken.setdefault(decision.agreement.key, set()).add(decision.kernel.kernel_id)
 
-    def _proven(
-        self,
-        problem: Problem,
-        policy: Policy,
-        tables: Sequence[Loaded] | None,
-        elsewhere: Mapping[str, Reason],
-        why_not: WhyNot | None,
-    ) -> tuple[Decision, dict[str, tuple[int, str]]]:
+    def _proven(self, asked: Question, elsewhere: Mapping[str, Reason]) -> tuple[Decision, dict[str, tuple[int, str]]]:
         """What this rank takes and has proven, and what proved wrong before, as it is kept."""
         failed: dict[str, tuple[int, str]] = {}
         while True:
-            found = select(problem, policy, tables, elsewhere={**elsewhere, **cards.passed_over(failed)})
+            found = asked.selected({**elsewhere, **cards.passed_over(failed)})
             if (known := failed.get(found.kernel.kernel_id)) is not None:
-                text = f"{problem.context.operation}: {found.kernel.kernel_id} is the last one that may run"
+                text = f"{asked.problem.context.operation}: {found.kernel.kernel_id} is the last one that may run"
                 events.record("RANKS_LAST_RESORT", f"{text}, although {known[1]}")
                 return found, failed
-            why = None if why_not is None else why_not(found.kernel)
+            why = None if asked.why_not is None else asked.why_not(found.kernel)
             if why is None:
                 return found, failed
             failed[found.kernel.kernel_id] = (self.rank, why.message)
 
-    def _followed(
-        self,
-        settled: Agreed,
-        key: ProblemKey,
-        problem: Problem,
-        policy: Policy,
-        tables: Sequence[Loaded] | None,
-        *,
-        writes: bool,
-        why_not: WhyNot | None,
-    ) -> Decision:
-        elsewhere = cards.passed_over(settled.passed_over)
-        found = select(problem, policy, tables, elsewhere=elsewhere, agreed=self._here(settled, key))
-        if found.refused_agreed is not None and writes:
-            events.record(found.refused_agreed.code, f"{problem.context.operation}: {found.refused_agreed.message}")
-            return self.move_on({settled.kernel: found.refused_agreed}, problem, policy, tables, why_not)
-        return self._shared(found, settled, key)
+    def _followed(self, settled: Agreed, asked: Question, *, writes: bool) -> Decision:
+        found = asked.selected(cards.passed_over(settled.passed_over), self._here(settled, asked.key))
+        refused = found.refused_agreed
+        if refused is not None and writes:
+            events.record(refused.code, f"{asked.problem.context.operation}: {refused.message}")
+            return self.move_on({settled.kernel: refused}, asked)
+        return self._shared(found, settled, asked.key)
 
     def _agreed(self, decision: Decision, key: ProblemKey) -> Agreed:
         """A decision as it is kept."""

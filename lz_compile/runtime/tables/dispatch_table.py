@@ -31,20 +31,30 @@ SCHEMA_VERSION = "1.0"
 MAX_BYTES = 64 << 20
 
 
-class PlannedOp(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Kind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What problems of one kind have in common, beside sizes."""
+
+    op: str
+    platform: str
+    dtype: str
+    features: tuple[str, ...]
+    source_kernel: str | None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """All of it."""
+        return self.op, self.platform, self.dtype, self.features, self.source_kernel
+
+
+class PlannedOp(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The decision for one problem: what identifies it, its kernel, and where in the source it stands.
 
     ``hardware`` are the kinds of device on which it was made (``Hardware.kind``), ``able`` the kernels that can run it on
     all of these.
     """
 
-    op: str
     kernel_id: str
-    platform: str
-    dtype: str
-    features: tuple[str, ...]
     symbolic: tuple[str, ...]
-    source_kernel: str | None
     dims: dict[str, int]
     why: str
     where: tuple[str, ...]
@@ -60,7 +70,7 @@ class Plan(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     jit_artifacts: tuple[str, ...] = ()
 
 
-class KindTree(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class KindTree(Kind, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The decisions for one kind of problem, over the sizes in which its problems differ.
 
     ``dims`` are the sizes that a problem must have exactly, ``symbolic`` those that must be symbols (None: does not
@@ -68,12 +78,7 @@ class KindTree(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     of device that it is for (None: all).
     """
 
-    op: str
-    platform: str
-    dtype: str
-    features: tuple[str, ...]
     symbolic: tuple[str, ...] | None
-    source_kernel: str | None
     dims: dict[str, int]
     tree: dict[str, Any]
     hardware: tuple[str, ...] | None = None
@@ -85,10 +90,8 @@ class KindTree(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     def is_of(self, op: PlannedOp) -> bool:
         """Whether a planned op is of this kind, whatever its sizes."""
-        return (
-            (self.op, self.platform, self.dtype, self.features, self.source_kernel)
-            == (op.op, op.platform, op.dtype, op.features, op.source_kernel)
-        ) and (self.symbolic in (None, op.symbolic) and _meet(self.hardware, op.hardware))
+        is_same = self.kind == op.kind and self.symbolic in (None, op.symbolic)
+        return is_same and _meet(self.hardware, op.hardware)
 
 
 class KernelIdentity(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

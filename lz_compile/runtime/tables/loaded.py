@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -24,17 +24,8 @@ if TYPE_CHECKING:
     from lz_compile.runtime.tables.dispatch_table import DispatchTable
 
 
-class Kind(NamedTuple):
-    """What a problem and a table's tree must have in common, beside sizes."""
-
-    op: str
-    platform: str
-    dtype: str
-    features: tuple[str, ...]
-    symbolic: tuple[str, ...] | None
-    source_kernel: str | None
-
-
+#: What a problem and a table's tree must have in common: its kind, and which sizes are symbols (None: does not matter).
+Key: TypeAlias = "tuple[tuple[Any, ...], tuple[str, ...] | None]"
 #: The sizes that a tree wants exactly, the tree, and the kinds of device that it is for (None: all).
 Tree: TypeAlias = "tuple[Mapping[str, int], Node, tuple[str, ...] | None]"
 
@@ -45,7 +36,7 @@ class Loaded:
 
     path: str
     table: DispatchTable
-    trees: Mapping[Kind, Sequence[Tree]]
+    trees: Mapping[Key, Sequence[Tree]]
 
     def tree(self, context: SelectionContext, source_kernel: str | None) -> Node | None:
         """The decision for a problem, over those of its sizes that are symbols; None where the table does not speak of it."""
@@ -54,12 +45,10 @@ class Loaded:
         numbers = {name: dim for name, dim in context.dims.items() if isinstance(dim, int)}
         symbolic = tuple(sorted(name for name in context.dims if name not in numbers))
         features = tuple(sorted(context.features))
+        kind = (context.operation, context.hardware.platform, context.dtype_name, features, source_kernel)
         for wanted in (symbolic, None):
-            kind = Kind(
-                context.operation, context.hardware.platform, context.dtype_name, features, wanted, source_kernel
-            )
             found: Node = Leaf(None)
-            for exact, node, devices in self.trees.get(kind, ()):
+            for exact, node, devices in self.trees.get((kind, wanted), ()):
                 if devices is not None and context.hardware.kind() not in devices:
                     continue
                 if all(numbers.get(name, size) == size for name, size in exact.items()):
@@ -205,9 +194,8 @@ def _tell_versions(path: str, table: DispatchTable) -> None:
         events.record("DISPATCH_TABLE_OTHER_VERSIONS", f"{path} was made with {text}; its decisions are followed")
 
 
-def _trees(table: DispatchTable) -> dict[Kind, list[Tree]]:
-    found: dict[Kind, list[Tree]] = {}
+def _trees(table: DispatchTable) -> dict[Key, list[Tree]]:
+    found: dict[Key, list[Tree]] = {}
     for each in sorted(table.trees, key=lambda tree: tree.hardware is None):
-        kind = Kind(each.op, each.platform, each.dtype, each.features, each.symbolic, each.source_kernel)
-        found.setdefault(kind, []).append((each.dims, each.node(), each.hardware))
+        found.setdefault((each.kind, each.symbolic), []).append((each.dims, each.node(), each.hardware))
     return found

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import platform
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 
 from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.attributes import decode, encode
+from lz_compile.lowering.cpp import calls
 from lz_compile.lowering.cpp.floats import floats
 from lz_compile.lowering.cpp.vectors import ELEMENTS
 from lz_compile.lowering.kernels.blend import torch_blend
@@ -30,28 +29,19 @@ STREAMED_BYTES = 1 << 20
 #: Instructions of x86 that write a register past the caches, by its floats.
 _STREAMS = {16: "__builtin_ia32_movntps512", 8: "__builtin_ia32_movntps256"}
 _WHAT = {"forward": 0, "residual": 1, "backward": 2, "margins": 3}
-_Pointers, _Numbers = ctypes.c_void_p * 6, ctypes.c_int64 * 11
 
 
-@dataclass(frozen=True)
-class Program:
-    """What the code is written for: elements, and those of logits, and the size of registers."""
-
-    dtype: torch.dtype
-    logit_dtype: torch.dtype
-    lanes: int
-
-    def source(self) -> str:
-        """The translation unit."""
-        header = "#include <c10/util/BFloat16.h>" if torch.bfloat16 in (self.dtype, self.logit_dtype) else ""
-        is_streamed = self.dtype == torch.float32 and platform.machine() in ("x86_64", "AMD64")
-        stream = _STREAMS.get(self.lanes) if is_streamed else None
-        return f"""#include <cstdint>
+def source(dtype: torch.dtype, logit_dtype: torch.dtype, lanes: int) -> str:
+    """The translation unit for elements, logits, and registers of so many floats."""
+    header = "#include <c10/util/BFloat16.h>" if torch.bfloat16 in (dtype, logit_dtype) else ""
+    is_streamed = dtype == torch.float32 and platform.machine() in ("x86_64", "AMD64")
+    stream = _STREAMS.get(lanes) if is_streamed else None
+    return f"""#include <cstdint>
 {header}
-using Element = {ELEMENTS[self.dtype]};
-using Logit = {ELEMENTS[self.logit_dtype]};
+using Element = {ELEMENTS[dtype]};
+using Logit = {ELEMENTS[logit_dtype]};
 {f"#define STREAM {stream}" if stream else ""}
-{floats(self.lanes)}{_ROWS}"""
+{floats(lanes)}{_ROWS}"""
 
 
 _ROWS = """
@@ -240,22 +230,15 @@ def _call(
     classes = logits.shape[1]
     threads = max(1, min(torch.get_num_threads(), rows, rows * (channels * inner + classes) // THREAD_WORK))
     tensors = (host, seed, alpha, logits, None if numbers is None else numbers.float(), out)
+    numbers_of_rows = [rows, channels, inner, classes, logits.stride(0), row_step, channel_step, host_step]
+    numbers_of_call = [threads, _WHAT[what], out.nbytes >= STREAMED_BYTES]
     function = _function(seed.dtype, logits.dtype)
-    function(
-        _Pointers(*[None if each is None else each.data_ptr() for each in tensors]),
-        _Numbers(
-            *(rows, channels, inner, classes, logits.stride(0), row_step, channel_step, host_step),
-            *(threads, _WHAT[what], out.nbytes >= STREAMED_BYTES),
-        ),
-    )
+    function(calls.addresses(tensors), calls.integers([*numbers_of_rows, *numbers_of_call]))
 
 
 @lru_cache(maxsize=16)
 def _function(dtype: torch.dtype, logit_dtype: torch.dtype) -> Any:
-    program = Program(dtype, logit_dtype, cpp_builds.vector_bits() // 32)
-    function = cpp_builds.load_cpp(program.source(), FLAGS).gated_blend
-    function.restype = None
-    return function
+    return calls.function("gated_blend", source(dtype, logit_dtype, cpp_builds.vector_bits() // 32), FLAGS)
 
 
 def blend(x: Operands, attrs: BlendAttrs) -> torch.Tensor:

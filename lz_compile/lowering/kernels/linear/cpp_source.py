@@ -9,14 +9,14 @@ weight alone: rows give the same bits whatever is beside them.
 
 from __future__ import annotations
 
-import ctypes
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from lz_compile.lowering import cpp_builds
+from lz_compile.lowering.cpp import calls
 from lz_compile.lowering.cpp.floats import STORED, STORED_TYPES, floats
 from lz_compile.lowering.ops.linear import LinearAttrs, Operands, fake, groups_of, ordered
 
@@ -26,25 +26,15 @@ FLAGS = ("-ftree-loop-vectorize",)
 THREAD_WORK = 1 << 17
 
 
-@dataclass(frozen=True)
-class Program:
-    """What the code is written for; each takes a second to compile."""
+def source(stored: torch.dtype, lanes: int, **has: bool) -> str:
+    """The translation unit for a stored dtype and registers of so many floats; each takes a second to compile.
 
-    stored: torch.dtype
-    is_packed: bool
-    has_zero: bool
-    has_offset: bool
-    has_codebook: bool
-    lanes: int
-
-    def source(self) -> str:
-        """The translation unit."""
-        return f"""#include <cstdint>
+    ``has`` are ``kIsPacked``, ``kHasZero``, ``kHasOffset`` and ``kHasCodebook``.
+    """
+    return f"""#include <cstdint>
 #include <vector>
-constexpr bool kIsPacked = {str(self.is_packed).lower()}, kHasOffset = {str(self.has_offset).lower()};
-constexpr bool kHasZero = {str(self.has_zero).lower()}, kHasCodebook = {str(self.has_codebook).lower()};
-{floats(self.lanes)}{STORED}
-using Stored = {STORED_TYPES[self.stored]};
+{calls.truths(**has)}{floats(lanes)}{STORED}
+using Stored = {STORED_TYPES[stored]};
 {LINEAR}"""
 
 
@@ -74,11 +64,9 @@ def run(x: Operands, attrs: LinearAttrs) -> torch.Tensor:
         strides += [0, 0] if name not in groups else [*groups[name].stride()]
     numbers = [rows, columns, stored.shape[0], count, is_half, is_high, threads, *strides]
     tensors = [y.input, stored, y.scale, y.zero, y.offset, y.bias, y.codebook, written]
-    pointers = (ctypes.c_void_p * len(tensors))(*[0 if each is None else each.data_ptr() for each in tensors])
-    has_zero, has_offset, has_codebook = (each is not None for each in (y.zero, y.offset, y.codebook))
-    lanes = cpp_builds.vector_bits() // 32
-    program = Program(stored.dtype, attrs.packing != "none", has_zero, has_offset, has_codebook, lanes)
-    _function(program)(pointers, (ctypes.c_int64 * len(numbers))(*map(int, numbers)))
+    has = {f"kHas{name.title()}": getattr(y, name) is not None for name in ("zero", "offset", "codebook")}
+    function = _function(stored.dtype, cpp_builds.vector_bits() // 32, kIsPacked=attrs.packing != "none", **has)
+    function(calls.addresses(tensors), calls.integers(numbers))
     return written.to(out.dtype)
 
 
@@ -86,10 +74,8 @@ _GROUPED = ("scale", "zero", "offset")
 
 
 @lru_cache(maxsize=64)
-def _function(program: Program) -> Any:
-    function = cpp_builds.load_cpp(program.source(), FLAGS).linear
-    function.restype = None
-    return function
+def _function(stored: torch.dtype, lanes: int, **has: bool) -> Any:
+    return calls.function("linear", source(stored, lanes, **has), FLAGS)
 
 
 LINEAR = """

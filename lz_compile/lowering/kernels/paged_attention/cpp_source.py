@@ -10,13 +10,13 @@ depend neither on the other requests nor on the number of threads.
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from lz_compile.lowering import cpp_builds
+from lz_compile.lowering.cpp import calls
 from lz_compile.lowering.cpp.floats import STORED, STORED_TYPES, floats
 from lz_compile.lowering.cpp.vectors import PICK, lane_sums
 from lz_compile.lowering.kernels.paged_attention.cpp_loops import LOOPS
@@ -26,32 +26,20 @@ from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttr
 
 #: Beside Inductor's own: no more than the rounding of ``a * b + c`` depends on it.
 FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
-_COUNT = len(Operands.names) + 2
 
 
-@dataclass(frozen=True)
-class Program:
-    """What the code is written for; each takes a second to compile."""
-
-    stored: torch.dtype
-    head_dim: int
-    value_dim: int
-    has_softcap: bool
-    lanes: int
-
-    def source(self) -> str:
-        """The translation unit."""
-        return f"""#include <cstdint>
+def source(stored: torch.dtype, head_dim: int, value_dim: int, lanes: int, *, has_softcap: bool) -> str:
+    """The translation unit for caches of a dtype and registers of so many floats; each takes a second to compile."""
+    return f"""#include <cstdint>
 #include <memory>
 #include <type_traits>
 #include <vector>
-constexpr int kD = {self.head_dim}, kE = {self.value_dim};
-constexpr bool kHasCap = {str(self.has_softcap).lower()};
-{floats(self.lanes)}{STORED}{VECTORS}
-using Stored = {STORED_TYPES[self.stored]};
+constexpr int kD = {head_dim}, kE = {value_dim};
+{calls.truths(kHasCap=has_softcap)}{floats(lanes)}{STORED}{VECTORS}
+using Stored = {STORED_TYPES[stored]};
 typedef Floats Vec;
 typedef Ints MaskVec;
-{PICK}{lane_sums(self.lanes)}{LOOPS}{PAGED}"""
+{PICK}{lane_sums(lanes)}{LOOPS}{PAGED}"""
 
 
 def run(x: Operands, attrs: PagedAttentionAttrs, most_queries: int) -> tuple[torch.Tensor, list[int]]:
@@ -72,11 +60,10 @@ def run(x: Operands, attrs: PagedAttentionAttrs, most_queries: int) -> tuple[tor
     sizes = [tokens, heads, kv_heads, requests, columns, blocks, slots, most_queries, attrs.window or 0]
     strides = [*readable.key_cache.stride(), *readable.value_cache.stride()]
     numbers = [*sizes, *strides, torch.get_num_threads()]
-    program = Program(x.key_cache.dtype, dims, value_dim, attrs.softcap is not None, cpp_builds.vector_bits() // 32)
-    pointers = (ctypes.c_void_p * _COUNT)(*[0 if each is None else each.data_ptr() for each in tensors])
-    shares = (ctypes.c_double * 2)(scale, attrs.softcap or 0.0)
+    function = _function(x.key_cache.dtype, dims, value_dim, cpp_builds.vector_bits() // 32, attrs.softcap is not None)
     found = (ctypes.c_int64 * 2)()
-    fault = _function(program)(pointers, (ctypes.c_int64 * len(numbers))(*numbers), shares, found)
+    shares = calls.reals((scale, attrs.softcap or 0.0))
+    fault = function(calls.addresses(tensors), calls.integers(numbers), shares, found)
     if fault:
         raise ValueError(fault, *found)
     many = left_out.nonzero().flatten().tolist() if x.query_starts is not None else []
@@ -98,7 +85,6 @@ def _readable(x: Operands) -> Operands:
 
 
 @lru_cache(maxsize=64)
-def _function(program: Program) -> Any:
-    function = cpp_builds.load_cpp(program.source(), FLAGS).paged_attention
-    function.restype = ctypes.c_int32
-    return function
+def _function(stored: torch.dtype, head_dim: int, value_dim: int, lanes: int, has_softcap: bool) -> Any:
+    text = source(stored, head_dim, value_dim, lanes, has_softcap=has_softcap)
+    return calls.function("paged_attention", text, FLAGS, ctypes.c_int32)

@@ -7,15 +7,14 @@ a digit: nothing is sorted.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 
 from lz_compile.lowering import cpp_builds
+from lz_compile.lowering.cpp import calls
 from lz_compile.lowering.cpp.floats import floats
 from lz_compile.lowering.cpp.vectors import ELEMENTS
 from lz_compile.lowering.kernel_operator import kernel_operator
@@ -27,37 +26,29 @@ from lz_compile.lowering.ops.sampling import TIES, Operands, SamplingAttrs, fake
 #: Beside Inductor's own: no more than the rounding of ``a * b + c`` depends on it.
 FLAGS = ("-ffp-contract=fast",)
 DTYPES = (torch.float32, torch.bfloat16)
-_Pointers = ctypes.c_void_p * (len(Operands.names) + 1)
 
 
-@dataclass(frozen=True)
-class Program:
-    """What the code is written for; each takes a second to compile, so what is asked once for a row is not among it."""
+@lru_cache(maxsize=64)
+def _function(*kinds: Any) -> Any:
+    return calls.function("sampling", source(*kinds), FLAGS)
 
-    has_mask: bool
-    has_bias: bool
-    result: str
-    dtype: torch.dtype
-    bias_dtype: torch.dtype
-    out_dtype: torch.dtype
-    lanes: int
 
-    def source(self) -> str:
-        """The translation unit."""
-        header = (
-            "#include <c10/util/BFloat16.h>" if torch.bfloat16 in (self.dtype, self.bias_dtype, self.out_dtype) else ""
-        )
-        return f"""#include <cstdint>
+def source(
+    result: str, dtype: torch.dtype, bias_dtype: torch.dtype | None, out_dtype: torch.dtype, has_mask: bool, lanes: int
+) -> str:
+    """The translation unit; each takes a second to compile, so nothing is written for what is asked once for a row."""
+    kinds = (dtype, bias_dtype or torch.float32, torch.float32 if result == "ids" else out_dtype)
+    header = "#include <c10/util/BFloat16.h>" if torch.bfloat16 in kinds else ""
+    has = calls.truths(kIsScores=result == "scores", kHasMask=has_mask, kHasBias=bias_dtype is not None)
+    return f"""#include <cstdint>
 #include <type_traits>
 #include <vector>
 {header}
-using Logit = {ELEMENTS[self.dtype]};
-using Bias = {ELEMENTS[self.bias_dtype]};
-using Out = {"int32_t" if self.result == "ids" else ELEMENTS[self.out_dtype]};
-#define IS_IDS {int(self.result == "ids")}
-constexpr bool kIsScores = {str(self.result == "scores").lower()};
-constexpr bool kHasMask = {str(self.has_mask).lower()}, kHasBias = {str(self.has_bias).lower()};
-{floats(self.lanes)}{VECTORS}{SELECTION}{ROWS}"""
+using Logit = {ELEMENTS[kinds[0]]};
+using Bias = {ELEMENTS[kinds[1]]};
+using Out = {"int32_t" if result == "ids" else ELEMENTS[kinds[2]]};
+#define IS_IDS {int(result == "ids")}
+{has}{floats(lanes)}{VECTORS}{SELECTION}{ROWS}"""
 
 
 def _sampling(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
@@ -92,7 +83,7 @@ def _bound(x: Operands, attrs: SamplingAttrs) -> Callable[[Operands], torch.Tens
 
 
 def _addresses(x: Operands, out: torch.Tensor) -> Any:
-    return _Pointers(*[0 if each is None else each.data_ptr() for each in vars(x).values()], out.data_ptr())
+    return calls.addresses([*vars(x).values(), out])
 
 
 def prepare(x: Operands, attrs: SamplingAttrs, out: torch.Tensor) -> tuple[Any, Any]:
@@ -101,19 +92,11 @@ def prepare(x: Operands, attrs: SamplingAttrs, out: torch.Tensor) -> tuple[Any, 
     lanes = cpp_builds.vector_bits() // 32
     padded = -(-vocab // lanes) * lanes
     threads = max(1, min(torch.get_num_threads(), rows))
-    program = Program(
-        x.bitmask is not None,
-        x.bias is not None,
-        attrs.result,
-        x.logits.dtype,
-        torch.float32 if x.bias is None else x.bias.dtype,
-        torch.float32 if attrs.result == "ids" else out.dtype,
-        lanes,
-    )
+    bias_dtype = None if x.bias is None else x.bias.dtype
+    function = _function(attrs.result, x.logits.dtype, bias_dtype, out.dtype, x.bitmask is not None, lanes)
     strides = [0 if each is None or each.shape[0] == 1 else each.stride(0) for each in (*x.flat(), out)]
     ties = [TIES.index(attrs.top_k_ties), TIES.index(attrs.top_p_ties)]
-    numbers = [rows, vocab, padded, threads, *ties, *strides]
-    return _function(program), (ctypes.c_int64 * len(numbers))(*numbers)
+    return function, calls.integers([rows, vocab, padded, threads, *ties, *strides])
 
 
 def _readable(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,13 +104,6 @@ def _readable(tensor: torch.Tensor) -> torch.Tensor:
     is_flat = tensor.dim() == 1 or tensor.shape[-1] == 1 or tensor.stride(-1) == 1
     rows = tensor if is_flat else tensor.contiguous()
     return rows.float() if rows.dtype in (torch.float16, torch.float64) else rows
-
-
-@lru_cache(maxsize=64)
-def _function(program: Program) -> Any:
-    function = cpp_builds.load_cpp(program.source(), FLAGS).sampling
-    function.restype = None
-    return function
 
 
 sampling = kernel_operator("cpp_sampling", op, _sampling, kernel_id="lz.cpp_sampling")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -11,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lz_compile.lowering import cpp_builds
+from lz_compile.lowering.cpp import calls
 from lz_compile.lowering.kernels.scan.cpp_program import Program, vectors_for
 from lz_compile.lowering.kernels.scan.cpp_terms import Recipe, leaf_of
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs, ScanSizes, common_dtype, factor_kind, sizes_of
@@ -98,7 +98,7 @@ class Launch:
         given = [self._seen(name) if name in self.operands else None for name in self.x.names]
         for tensor in (*given, *others, *self.leaves):
             numbers += [0] * 6 if tensor is None else _strides(tensor)
-        return function_of(program, backward), (ctypes.c_int64 * len(numbers))(*numbers)
+        return function_of(program, backward), calls.integers(numbers)
 
     # ---- what the code is written for -----------------------------------------------------------------------------
 
@@ -236,15 +236,10 @@ def by_address(
             prepared.append((function, numbers, *[_contiguous(*each) for each in given]))
         function, numbers, of_reads, of_last = prepared[0]
         results = cpp_builds.empty_cpu(*of_reads), cpp_builds.empty_cpu(*of_last)
-        pointers = [None if each is None else each.data_ptr() for each in tensors]
-        function(_Pointers(*pointers, results[0].data_ptr(), results[1].data_ptr(), None), numbers)
+        _call(function, (*tensors, *results, None), numbers)
         return results
 
     return run
-
-
-#: Of a forward: those of its operands and results.
-_Pointers = ctypes.c_void_p * (len(Operands.names) + 3)
 
 
 def _contiguous(layout: Layout, shape: Sequence[int] | None) -> Layout:
@@ -255,8 +250,7 @@ def _contiguous(layout: Layout, shape: Sequence[int] | None) -> Layout:
 
 
 def _call(function: Any, tensors: Sequence[torch.Tensor | None], numbers: Any) -> None:
-    pointers = [None if each is None else each.data_ptr() for each in tensors]
-    function((ctypes.c_void_p * len(pointers))(*pointers), numbers)
+    function(calls.addresses(tensors), numbers)
 
 
 def _layouts(tensors: Sequence[torch.Tensor | None]) -> tuple[Layout | None, ...]:
@@ -309,7 +303,4 @@ def forget() -> None:
 @lru_cache(maxsize=256)
 def function_of(program: Program, backward: bool) -> Any:
     """The compiled function."""
-    library = cpp_builds.load_cpp(program.source(backward=backward), FLAGS)
-    function = library.scan_backward if backward else library.scan_forward
-    function.restype = None
-    return function
+    return calls.function(f"scan_{'backward' if backward else 'forward'}", program.source(backward=backward), FLAGS)

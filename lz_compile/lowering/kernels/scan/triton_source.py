@@ -151,3 +151,13 @@ class Scan:
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         found: torch.Tensor = self.x.like.new_empty(shape, dtype=dtype)
         return found
+
+
+def forward(x: Operands, attrs: ScanAttrs) -> tuple[torch.Tensor, torch.Tensor]:
+    """The op (see ``lowering/ops/scan.py``)."""
+    return Scan(x, attrs).forward()
+
+
+def backward(gradients: tuple[torch.Tensor, torch.Tensor], x: Operands, attrs: ScanAttrs) -> dict[str, torch.Tensor]:
+    """The gradients of its operands, from those of its results."""
+    return Scan(x, attrs).backward(*gradients)
