@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import sympy
 import torch
@@ -24,6 +24,9 @@ from lz_compile.passes.masks.meaning import Documents, Implied, Slopes, near
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core, wants_grad
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
+
+#: Makes the match of what was read, over a core, given the kernel that the source itself calls: another op may say more.
+Finish: TypeAlias = "Callable[[AttentionEmitter, Core, str | None], Match]"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import probabilities, scores
-from lz_compile.passes.attention.gathered import matched
+from lz_compile.passes.attention.emitter import Finish
 from lz_compile.passes.attention.near_misses import has_scores, mixed_scores
 from lz_compile.passes.attention.operand import is_weight
 from lz_compile.passes.attention.proven_masks import simplify
@@ -41,6 +41,7 @@ class Reader:
     region: Region
     call: Call
     masks: Meanings
+    finish: Finish
 
     def match(self) -> Match | None:
         """The attention that ends here; None where it is none.
@@ -163,7 +164,7 @@ class Reader:
         readers = {node: self.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
         core.check(self.region.effects, readers)
         is_window = isinstance(emitter, WindowEmitter)
-        return emitter.match(OP, core) if is_window else matched(emitter, core, self.masks)
+        return emitter.match(OP, core) if is_window else self.finish(emitter, core, None)
 
 
 def _is_layer(found: scores.Scores) -> bool:

@@ -20,7 +20,6 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.ops.paged_attention import PagedAttentionAttrs, PagedAttentionFacts
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
-from lz_compile.passes.attention.gathered_emitter import GatheredEmitter, Stored
 from lz_compile.passes.attention.operand import Operand, peel
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, broadcast_from, resolve
@@ -29,6 +28,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.masks.meaning import Axes, Ends, Meanings
+from lz_compile.passes.paged_attention.gathered_emitter import GatheredEmitter, Stored
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 
@@ -46,7 +46,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = frozenset({"to", "long", "int", "type", "type_as", "contiguous", "clone"})
 
 
-def matched(emitter: AttentionEmitter, core: Core, masks: Meanings, source_kernel: str | None = None) -> Match:
+def matched(masks: Meanings, emitter: AttentionEmitter, core: Core, source_kernel: str | None) -> Match:
     """An attention over blocks where its keys are rows of a cache; else as it is, with what kept gathered ones from that."""
     key, value = (_stored(emitter, operand, core) for operand in (emitter.key, emitter.value))
     try:
