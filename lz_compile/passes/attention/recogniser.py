@@ -30,7 +30,7 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, broadcast_from, fresh, regroup
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.refusal import OUT_OF_PLACE, NearMiss, RefusedError, told
+from lz_compile.passes.graph.refusal import OUT_OF_PLACE, NearMiss, RefusedError, reshaped
 from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of, where_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.meaning import Meanings
@@ -69,14 +69,10 @@ def _may_be_last(effects: Effects, node: fx.Node) -> bool:
 def _read_unless_reshaped(effects: Effects, node: fx.Node, masks: Meanings, finish: Finish) -> Match | NearMiss | None:
     call = effects.calls[node]
     assert call is not None, "an anchor is a call"
-    reshaped = effects.reshaped_after_read(_behind(effects, call.node), call.node)
-    if reshaped is not None:
-        return _reshaped(effects, call, *reshaped)
-    found = _read(effects, call, masks, finish)
-    if isinstance(found, Match):
-        reshaped = effects.reshaped_after_read(found.core, found.output)
-        return found if reshaped is None else _reshaped(effects, call, *reshaped)
-    return found
+    found = effects.reshaped_after_read(_behind(effects, call.node), call.node)
+    if found is not None:
+        return _reshaped(effects, call, *found)
+    return _read(effects, call, masks, finish)  # who asks for matches asks for theirs
 
 
 def _read(effects: Effects, call: Call, masks: Meanings, finish: Finish) -> Match | NearMiss | None:
@@ -113,11 +109,7 @@ def _reshaped(effects: Effects, call: Call, node: fx.Node, writer: fx.Node) -> N
     is_attention = call.name == "scaled_dot_product_attention" or any(
         region.reaches(operand, SOFTMAX, call.node) for operand in call.node.all_input_nodes
     )
-    if not is_attention:
-        return None
-    reason = Reason("OPERAND_RESHAPED", f"{told(node)} changes its shape in place by {told(writer)}, after it is read")
-    edit = f"use the out-of-place form of {str(writer.target).rstrip('_')}"
-    return NearMiss(OP, call.node, reason, edit, where_of(call.node))
+    return NearMiss.of(OP, call.node, reshaped(node, writer)) if is_attention else None
 
 
 def _behind(effects: Effects, node: fx.Node) -> set[fx.Node]:

@@ -320,18 +320,10 @@ def _match(emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims],
         if node not in emitter.flags
     }
     roles = attention.roles
+    requests, queries, heads, kv_heads, block, width, value_width = emitter.extents("R T Hq Hk P D E")
+    keys, dtype, device = attention.lengths()[1], attention.dtype, known_tensor(attention.output).device.type
     facts = PagedAttentionFacts(
-        num_requests=product(axis.size for axis in roles.batch),
-        num_queries=product(axis.size for axis in (*roles.batch, *emitter.queries)),
-        heads=product(axis.size for axis in emitter.heads),
-        kv_heads=product(axis.size for axis in emitter.kv_heads),
-        key_len=product(axis.size for axis in roles.keys),
-        block_size=product(axis.size for axis in emitter.slots),
-        head_dim=product(axis.size for axis in roles.features),
-        value_dim=product(axis.size for axis in roles.value_features),
-        dtype=attention.dtype,
-        cache_dtype=attention.dtype,
-        device=known_tensor(attention.output).device.type,
+        requests, queries, heads, kv_heads, keys, block, width, value_width, dtype, dtype, device
     )
     operands = {"query": attention.query.node, "key_cache": key.cache, "value_cache": value.cache}
     operands |= {} if key.table is None else {"block_table": key.table}
