@@ -153,7 +153,7 @@ class Concrete:
             kept = kept & (self.at(flag.node, flag.dims) == flag.keeps)
         if found.documents is not None:
             same = found.documents
-            kept = kept & (self.at(same.query, same.query_dims) == self.at(same.key, same.key_dims))
+            kept = kept & (self.at(same.query.node, same.query.dims) == self.at(same.key.node, same.key.dims))
         return kept
 
     def check(self, found: Meaning) -> None:
@@ -231,7 +231,7 @@ def told(found: Meaning | Reason) -> str:
         parts.append(f"{lower}..{upper}" + (" from the end" if found.band.at_end else ""))
     parts += [f"{'' if flag.keeps else 'not '}{flag.node.name}" for flag in found.flags]
     if found.documents is not None:
-        parts.append(f"{found.documents.query.name} = {found.documents.key.name}")
+        parts.append(f"{found.documents.query.node.name} = {found.documents.key.node.name}")
     if found.slopes is not None:
         parts.append(f"{found.slopes.factor:g} * {found.slopes.node.name}")
     if found.reach is not None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tiers import examples
 from torch import Tensor
 
-from lz_compile.passes.attention import gathered
+from lz_compile.passes.paged_attention import gathered
 from tests.backends import Rewriting
 
 pytestmark = pytest.mark.usefixtures("no_preference")

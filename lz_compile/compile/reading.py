@@ -16,7 +16,7 @@ from lz_compile.lowering import frames
 from lz_compile.passes.editing.edit import Edit, RefutedError, Rewrite, apply_places
 from lz_compile.passes.graph.effects import RESHAPERS, Effects
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.graph.refusal import Failure, NearMiss, told
+from lz_compile.passes.graph.refusal import Failure, NearMiss, reshaped
 from lz_compile.passes.inlining.inline import Inlined, inline
 from lz_compile.passes.loops.recurrence.distribute import Distributed, distribute, why_unknown
 from lz_compile.passes.loops.roll.reroll import RolledLoop, never, reroll, scans_of
@@ -68,12 +68,7 @@ def _why_reshaped(graph: fx.Graph) -> Reason | None:
         return None
     effects = Effects(graph)
     found = effects.reshaped_after_read(effects.position, max(graph.nodes))
-    return None if found is None else _reshaped_by(*found)
-
-
-def _reshaped_by(node: fx.Node, writer: fx.Node) -> Reason:
-    text = f"{told(node)} changes its shape in place by {told(writer)}, after it is read"
-    return Reason("OPERAND_RESHAPED", text)
+    return None if found is None else reshaped(*found).reason
 
 
 def roll(state: State) -> None:
@@ -155,10 +150,7 @@ def recognise(state: State) -> None:
 def _reshaped(match: Match, effects: Effects) -> NearMiss | None:
     """Why a match is not as it was read: it holds a tensor whose shape, as far as Dynamo tells, is a later one."""
     found = effects.reshaped_after_read({*match.core, *match.inputs, *match.outputs}, match.output)
-    if found is None:
-        return None
-    edit = f"use the out-of-place form of {str(found[1].target).rstrip('_')}"
-    return NearMiss(match.op, match.output, _reshaped_by(*found), edit, match.where)
+    return None if found is None else NearMiss.of(match.op, match.output, reshaped(*found))
 
 
 def _cancelled(match: Match, left_out: dict[int, fx.Node | None]) -> NearMiss | None:

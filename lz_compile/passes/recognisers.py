@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.masks.meaning import Meanings
 from lz_compile.passes.masks.reading import Masks
+from lz_compile.passes.paged_attention.gathered import matched
 from lz_compile.passes.rewriting.match import Outcome
 
 Recogniser = Callable[[fx.Graph, Effects], Iterator[Outcome]]
@@ -26,9 +26,14 @@ def recognisers() -> Mapping[str, Recogniser]:
     rooms = Path(__file__).parent.glob("*/recogniser.py")
     ops = sorted(path.parent.name for path in rooms)
     found = {op: importlib.import_module(f"{__package__}.{op}.recogniser").recognise for op in ops}
-    attention: Callable[[fx.Graph, Effects, Meanings], Iterator[Outcome]] = found["attention"]
-    # attention asks what masks mean, and not how they are read
-    return {**found, "attention": lambda graph, effects: attention(graph, effects, Masks(effects))}
+    attention: Callable[..., Iterator[Outcome]] = found["attention"]
+
+    def of_masks(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
+        """Attention asks what masks mean, and not how they are read, nor which op keeps its keys in a cache."""
+        masks = Masks(effects)
+        return attention(graph, effects, masks, partial(matched, masks))
+
+    return {**found, "attention": of_masks}
 
 
 recognisers()  # imported with the package: the first compile does not pay for it

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar, TypeAlias
 
 import sympy
 import torch
 from torch import fx
 
 from lz_compile.ground.reasons import Reason
-from lz_compile.ground.sizes import Size, product
+from lz_compile.ground.sizes import Size
 from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
-from lz_compile.lowering.ops.attention import Operands
+from lz_compile.lowering.ops.attention import SHAPES, Operands
 from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
-from lz_compile.passes.formula.expressions import INFINITY, indicators
+from lz_compile.passes.formula.expressions import indicators
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.meaning import Documents, Implied, Slopes, near
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core, wants_grad
-from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
+from lz_compile.passes.rewriting.match import Found, Input, Match, Site, TableEmitter, Trial
+
+#: Makes the match of what was read, over a core, given the kernel that the source itself calls: another op may say more.
+Finish: TypeAlias = "Callable[[AttentionEmitter, Core, str | None], Match]"
 
 
 @dataclass(frozen=True)
@@ -49,9 +52,15 @@ class Roles:
         return (self.batch, self.heads, self.queries)
 
 
+#: Scores, and what is one for each row of them, by the letters of the op's legend.
+SCORES, ROWS = "B Hq Sq Sk", "B Hq Sq 1"
+
+
 @dataclass(frozen=True)
-class AttentionEmitter:
+class AttentionEmitter(TableEmitter):
     """Brings the operands of one attention into the canonical layout, and the result back."""
+
+    result_shape: ClassVar = "B Hq Sq E"
 
     region: Region
     roles: Roles
@@ -85,24 +94,26 @@ class AttentionEmitter:
         """The nodes that the replacement reads, with their axes."""
         found: dict[fx.Node, Dims] = {operand.node: operand.dims for operand in (self.query, self.key, self.value)}
         fill = self.fill if self.attrs.masked_rows == "fill" else sympy.S.Zero
-        for expression in (
-            self.query_gain, self.key_gain, self.keep, self.bias, self.output_gain, fill, self.distance,
-        ):  # fmt: skip
-            for symbol in expression.free_symbols - {INFINITY}:
-                leaf = self.region.leaves[symbol]
-                found.setdefault(leaf.node, leaf.dims)
-        if self.sinks is not None:
-            found.setdefault(self.sinks.node, self.sinks.dims)
-        if self.slopes is not None:
-            found.setdefault(self.slopes.node, self.slopes.dims)
-        if self.documents is not None:
-            found.setdefault(self.documents.query, self.documents.query_dims)
-            found.setdefault(self.documents.key, self.documents.key_dims)
+        gains = (self.query_gain, self.key_gain, self.output_gain)
+        for leaf in self.region.leaves_in(*gains, self.keep, self.bias, fill, self.distance).values():
+            found.setdefault(leaf.node, leaf.dims)
+        pair = () if self.documents is None else (self.documents.query, self.documents.key)
+        for each in (self.sinks, self.slopes, *pair):
+            if each is not None:
+                found.setdefault(each.node, each.dims)
         return found
+
+    @property
+    def runs(self) -> dict[str, tuple[Axis, ...]]:
+        """The axes by their roles."""
+        roles = self.roles
+        found = {"B": roles.batch, "Hq": roles.heads, "Hk": roles.kv_heads, "Sq": roles.queries, "Sk": roles.keys}
+        return {**found, "D": roles.features, "E": roles.value_features}
 
     def lengths(self) -> tuple[Size, Size]:
         """How many queries and keys there are."""
-        return product(axis.size for axis in self.roles.queries), product(axis.size for axis in self.roles.keys)
+        queries, keys = self.extents("Sq Sk")
+        return queries, keys
 
     def needs_grad(self) -> bool:
         """Whether gradients may be asked of any operand."""
@@ -110,7 +121,7 @@ class AttentionEmitter:
 
     def attributes_at(self, sizes: Mapping[Axis, int]) -> AttentionAttrs:
         """The attributes for a proof at other sizes."""
-        queries, keys = (Builder(lambda node: node, sizes=sizes).size(group) for group in self.groups()[2:])
+        queries, keys = (Builder(lambda node: node, sizes=sizes).size(group) for group in self.axes("Sq Sk"))
         # Documents of a proof are random, and reach what they please; a mask tensor can be made to fit any reach.
         has_tensor = any(each.reaches for each in self.implied.values())
         return near(self.attrs if has_tensor else replace(self.attrs, reach=None), queries, keys)
@@ -118,7 +129,7 @@ class AttentionEmitter:
     def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
         """What a mask that was proven holds at other sizes; ``given`` is a random tensor in its place."""
         attrs = self.attributes_at(sizes)
-        return self.implied[node].value(builder, self.groups(), attrs, given, sees_keys=self.sees_keys)
+        return self.implied[node].value(builder, self.axes(SCORES), attrs, given, sees_keys=self.sees_keys)
 
     @property
     def flags(self) -> dict[fx.Node, tuple[Dims, bool]]:
@@ -127,48 +138,43 @@ class AttentionEmitter:
         pairs = [(leaves[flag], factor == flag) for factor in factors for flag in factor.free_symbols]
         return {leaf.node: (leaf.dims, keeps) for leaf, keeps in pairs}
 
-    def groups(self) -> tuple[tuple[Axis, ...], ...]:
-        """The axes of scores: batch, heads, queries and keys."""
-        return (*self.roles.rows, self.roles.keys)
-
     def operands(self, builder: Builder) -> Operands:
         """Query, key, value, and mask, bias or sinks where there are any, in the canonical layout."""
-        roles = self.roles
-        row_groups = (*roles.rows, ())
-        query = self._tensor(builder, self.query, (*roles.rows, roles.features))
-        key = self._tensor(builder, self.key, (roles.batch, roles.kv_heads, roles.keys, roles.features))
-        value = self._tensor(builder, self.value, (roles.batch, roles.kv_heads, roles.keys, roles.value_features))
+        query, key, value = (self._tensor(builder, name) for name in ("query", "key", "value"))
         squares = None
         if self.distance != 0:
             query, key, squares = self._centred(builder, query, key)
         if self.query_gain != 1:
-            query = (query * builder.evaluate(self.query_gain, self.region.leaves, row_groups, self.dtype)).to(
-                self.dtype
-            )
+            query = (query * self._formula(builder, self.query_gain, ROWS, self.dtype)).to(self.dtype)
         if self.key_gain != 1:
-            groups = (roles.batch, roles.kv_heads, roles.keys, ())
-            key = (key * builder.evaluate(self.key_gain, self.region.leaves, groups, self.dtype)).to(self.dtype)
+            key = (key * self._formula(builder, self.key_gain, "B Hk Sk 1", self.dtype)).to(self.dtype)
         found = {"query": query, "key": key, "value": value}
-        score_groups = (*roles.rows, roles.keys)
+        scores = self.axes(SCORES)
         if self.keep != 1:
-            found["mask"] = self._mask(builder, score_groups)
+            found["mask"] = self._mask(builder, scores)
         if self.bias != 0:
-            found["bias"] = self._bias(builder, score_groups, query)
+            found["bias"] = self._bias(builder, scores, query)
         if self.floor is not None:
             found["bias"] = found["bias"].clamp(min=self.floor)
         if squares is not None:
             found["bias"] = found["bias"] + squares if "bias" in found else squares
         if self.attrs.masked_rows == "fill":
-            found["fill"] = self._piecewise(builder, self.fill, score_groups)
+            found["fill"] = self._piecewise(builder, self.fill, scores)
         if self.sinks is not None:
-            found["sinks"] = builder.arrange(builder.value(self.sinks.node), self.sinks.dims, (*roles.rows, ()))
+            found["sinks"] = self._arranged(builder, "sinks", self.sinks)
         if self.slopes is not None:
-            given = builder.value(self.slopes.node)
-            linear = builder.arrange(given, self.slopes.dims, (roles.batch, roles.heads, (), ()))
+            linear = self._arranged(builder, "slopes", self.slopes)
             found["slopes"] = linear if self.slopes.factor == 1 else linear * self.slopes.factor
         if self.documents is not None:
-            found |= self._documents(builder, self.documents)
+            found["query_documents"] = self._arranged(builder, "query_documents", self.documents.query)
+            found["key_documents"] = self._arranged(builder, "key_documents", self.documents.key)
         return Operands(**found)
+
+    def _arranged(self, builder: Builder, name: str, given: Leaf | Slopes) -> Any:
+        return builder.arrange(builder.value(given.node), given.dims, self.axes(SHAPES[name]))
+
+    def _formula(self, builder: Builder, expression: sympy.Expr, letters: str, dtype: torch.dtype) -> Any:
+        return builder.evaluate(expression, self.region.leaves, self.axes(letters), dtype)
 
     def _centred(self, builder: Builder, query: Any, key: Any) -> tuple[Any, Any, Any]:
         """Query and key as seen from the mean of the keys, and what the squares of the keys add to scores.
@@ -183,26 +189,20 @@ class AttentionEmitter:
         if roles.group:
             count = builder.size(roles.group)
             around, squares = (each.repeat_interleave(count, 1) for each in (around, squares))
-        weight = builder.evaluate(self.distance, self.region.leaves, (*roles.rows, roles.keys), self._wide())
+        weight = self._formula(builder, self.distance, SCORES, self._wide())
         return query - around, key, squares * weight * float(self.key.factor**2)
 
     def _bias(self, builder: Builder, groups: tuple[tuple[Axis, ...], ...], query: Any) -> Any:
         """The bias; one number for all scores, Python's or a tensor's, as a tensor of the rank of scores."""
         value = builder.evaluate(self.bias, self.region.leaves, groups, self._wide())
-        tensors = (tensor_of(self.region.leaves[symbol].node) for symbol in self.bias.free_symbols - {INFINITY})
+        tensors = (tensor_of(leaf.node) for leaf in self.region.leaves_in(self.bias).values())
         if any(tensor is not None and tensor.dim() for tensor in tensors):
             return value
         return query.new_zeros((1,) * len(groups), dtype=self._wide()) + value
 
-    def _documents(self, builder: Builder, documents: Documents) -> dict[str, Any]:
-        query, key = builder.value(documents.query), builder.value(documents.key)
-        return {
-            "query_documents": builder.arrange(query, documents.query_dims, (self.roles.batch, self.roles.queries)),
-            "key_documents": builder.arrange(key, documents.key_dims, (self.roles.batch, self.roles.keys)),
-        }
-
-    def _tensor(self, builder: Builder, operand: Operand, groups: tuple[tuple[Axis, ...], ...]) -> Any:
-        value = builder.arrange(builder.value(operand.node), operand.dims, groups, expand=True)
+    def _tensor(self, builder: Builder, name: str) -> Any:
+        operand: Operand = getattr(self, name)
+        value = builder.arrange(builder.value(operand.node), operand.dims, self.axes(SHAPES[name]), expand=True)
         return value if operand.dtype == self.dtype else value.to(self.dtype)
 
     def _mask(self, builder: Builder, groups: tuple[tuple[Axis, ...], ...]) -> Any:
@@ -233,22 +233,21 @@ class AttentionEmitter:
 
     def result(self, builder: Builder, value: Any) -> Any:
         """The kernel's ``[B, H, S, E]`` in the layout and dtype of the node that it replaces."""
-        roles = self.roles
         if self.output_gain != 1:
-            value = value * builder.evaluate(self.output_gain, self.region.leaves, (*roles.rows, ()), self.dtype)
+            value = value * self._formula(builder, self.output_gain, ROWS, self.dtype)
         target = known_tensor(self.output).dtype
         if target != self.dtype or self.output_gain != 1:
             value = value.to(target)
-        return builder.restore(value, (*roles.rows, roles.value_features), self.output_dims)
+        return super().result(builder, value)
 
     def match(self, op: str, core: Core, source_kernel: str | None = None) -> Match:
         """The finished match."""
         operands = {"query": self.query.node, "key": self.key.node, "value": self.value.node}
         if self.documents is not None:
-            operands |= {"query_documents": self.documents.query, "key_documents": self.documents.key}
+            operands |= {"query_documents": self.documents.query.node, "key_documents": self.documents.key.node}
         biases = {
-            self.region.leaves[symbol].node
-            for symbol in self.bias.free_symbols
+            leaf.node
+            for symbol, leaf in self.region.leaves_in(self.bias).items()
             if sympy.diff(self.bias, symbol).is_number and not masks_finite.is_bounded(self.region, symbol)
         }
         biases -= set(self.implied) if self.sees_keys else set()
@@ -310,24 +309,15 @@ class AttentionEmitter:
         return {self.key.node: self.roles.keys}
 
     def _facts(self, core: Core) -> AttentionFacts:
-        roles = self.roles
-        bias = [self.region.leaves[symbol].node for symbol in self.bias.free_symbols]
+        bias = [leaf.node for leaf in self.region.leaves_in(self.bias).values()]
         bias += [] if self.slopes is None else [self.slopes.node]
         bias += [] if self.distance == 0 else [self.key.node]
+        batch, heads, kv_heads, width, value_width = self.extents("B Hq Hk D E")
         return AttentionFacts(
-            batch=product(axis.size for axis in roles.batch),
-            heads=product(axis.size for axis in roles.heads),
-            kv_heads=product(axis.size for axis in roles.kv_heads),
-            query_len=product(axis.size for axis in roles.queries),
-            key_len=product(axis.size for axis in roles.keys),
-            head_dim=product(axis.size for axis in roles.features),
-            value_dim=product(axis.size for axis in roles.value_features),
-            dtype=self.dtype,
-            device=known_tensor(self.output).device.type,
-            needs_grad=core.wants_grad(self.edge()),
-            bias_needs_grad=core.wants_grad(bias),
-            bias_is_wide=self._adds_wider(),
-        )
+            batch, heads, kv_heads, *self.lengths(), width, value_width, self.dtype,
+            known_tensor(self.output).device.type, core.wants_grad(self.edge()), core.wants_grad(bias),
+            self._adds_wider(),
+        )  # fmt: skip
 
     def _adds_wider(self) -> bool:
         """Whether what is added to scores is wider than the operands, as the scores are."""

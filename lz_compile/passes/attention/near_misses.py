@@ -21,7 +21,7 @@ from lz_compile.passes.attention.operand import is_weight
 from lz_compile.passes.attention.scores import Scores
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.distances import is_distance
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
@@ -84,10 +84,10 @@ def _normalises(effects: Effects, call: Call) -> bool:
 
 def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple[Reason, str] | None:
     region = Region(effects)
-    keys = _normalised_axes(call)
+    dims, keys = _normalised_axes(call)
     if not keys:  # of one element: the softmax gives one
         return None
-    inner, refused = _read(region, call, keys)
+    inner, refused = _read(region, call, dims, keys)
     after = _path(
         [call.node],
         lambda node: node.users,
@@ -117,11 +117,11 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
     return refused or _large(region) or _through(effects, "scores", before)
 
 
-def _normalised_axes(call: Call) -> tuple[Axis, ...]:
-    """New axes for what a softmax runs over, or an exponential is most likely summed over."""
-    shape = shape_of(known_tensor(call.node))
+def _normalised_axes(call: Call) -> tuple[Dims, tuple[Axis, ...]]:
+    """New axes, and those that a softmax runs over, or an exponential is most likely summed over."""
+    dims = fresh(shape_of(known_tensor(call.node)))
     dim = call.get("dim") if call.name in _NORMALISED else None
-    return atoms(fresh(shape)[-1 if dim is None else dim])
+    return dims, dims[-1 if dim is None else dim]
 
 
 def _holds(question: Callable[..., bool], *arguments: Any) -> bool:
@@ -132,15 +132,14 @@ def _holds(question: Callable[..., bool], *arguments: Any) -> bool:
         return False
 
 
-def _read(region: Region, call: Call, keys: tuple[Axis, ...]) -> tuple[scores.Scores | None, tuple[Reason, str] | None]:
+def _read(
+    region: Region, call: Call, dims: Dims, keys: tuple[Axis, ...]
+) -> tuple[scores.Scores | None, tuple[Reason, str] | None]:
     """The scores that are normalised over ``keys``, or why there are none."""
-    dims = list(fresh(shape_of(known_tensor(call.node))))
-    dim = call.get("dim") if call.name in _NORMALISED else None
-    dims[-1 if dim is None else dim] = keys
     if region.effects.reshapes:
         return None, None
     try:
-        return scores.read(region, region.express(call.input, tuple(dims), call.node), keys), None
+        return scores.read(region, region.express(call.input, dims, call.node), keys), None
     except (RefusedError, MutatedError) as error:
         refusal = refusal_of(error, OUT_OF_PLACE)
         return None, (refusal.reason, refusal.edit)
@@ -325,8 +324,7 @@ def mixes_probabilities(region: Region, product: fx.Node, softmax: fx.Node) -> b
     for weight, other in ((outer.left, outer.right), (outer.right, outer.left)):
         if not is_weight(weight.node):
             continue
-        symbols = region.express(other.node, other.dims, product).free_symbols
-        for leaf in (region.leaves[symbol] for symbol in symbols if symbol in region.leaves):
+        for leaf in region.leaves_in(region.express(other.node, other.dims, product)).values():
             if leaf.node is softmax:
                 return not set(atoms(leaf.dims[dim])) & set(atoms(outer.summed))
     return False

@@ -12,16 +12,9 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims, LayoutError
 from lz_compile.passes.formula.contraction import Factor
-from lz_compile.passes.formula.expressions import number, specialised
+from lz_compile.passes.formula.expressions import is_lossless, number, specialised
 from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of
-
-_WIDENING = {
-    torch.float16: (torch.float32, torch.float64),
-    torch.bfloat16: (torch.float32, torch.float64),
-    torch.float32: (torch.float64,),
-    torch.float64: (),
-}
 
 
 @dataclass(frozen=True)
@@ -38,11 +31,6 @@ class Operand:
         """As of the tensor."""
         tensor = known_tensor(self.node)
         return tensor.dtype
-
-
-def is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether every value of ``source`` is a value of ``target``."""
-    return source == target or target in _WIDENING.get(source, ())
 
 
 def peel(region: Region, factor: Factor, reader: fx.Node, passed: dict[fx.Node, Dims]) -> Operand:

@@ -58,7 +58,7 @@ def read(region: Region, node: fx.Node, dims: Dims, reader: fx.Node, keys: tuple
     normalised = _softmax_leaf(region, expression)
     if normalised is not None:
         found = _from_softmax(region, expression, normalised, keys)
-    elif any(region_axes(region, each) & set(atoms(keys)) for each in expression.atoms(sympy.exp)):
+    elif any(region.axes_in(each) & set(atoms(keys)) for each in expression.atoms(sympy.exp)):
         found = _from_exponential(region, expression, dims, keys)
     else:
         return None
@@ -96,7 +96,7 @@ def _is_zero(expression: sympy.Expr) -> bool:
 
 
 def _softmax_leaf(region: Region, expression: sympy.Expr) -> sympy.Symbol | None:
-    found = [s for s in expression.free_symbols if s in region.leaves and _softmax_of(region, region.leaves[s])]
+    found = [symbol for symbol, leaf in region.leaves_in(expression).items() if _softmax_of(region, leaf)]
     if len(found) > 1:
         raise RefusedError(
             "PROBABILITIES_COMBINED",
@@ -231,7 +231,7 @@ def divided_by_sum(
 
 
 def _check_same_sum(region: Region, gain: sympy.Expr, keys: tuple[Axis, ...]) -> None:
-    if region_axes(region, gain) & set(atoms(keys)) or gain.has(sympy.exp):
+    if region.axes_in(gain) & set(atoms(keys)) or gain.has(sympy.exp):
         raise RefusedError(
             "DENOMINATOR_OF_ANOTHER_SUM",
             "the exponentials are divided by the sum of something else",
@@ -257,10 +257,8 @@ def _sums(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> lis
     own = set(atoms(keys))
     return [
         symbol
-        for symbol in expression.free_symbols
-        if symbol in region.leaves
-        and region.effects.name(region.leaves[symbol].node) in ("sum", "logsumexp")
-        and not own & region.leaves[symbol].axes
+        for symbol, leaf in region.leaves_in(expression).items()
+        if region.effects.name(leaf.node) in ("sum", "logsumexp") and not own & leaf.axes
     ]
 
 
@@ -277,11 +275,6 @@ def _summand(region: Region, total: sympy.Symbol, dims: Dims, keys: tuple[Axis, 
         )
     expression = region.express(call.input, inner[0], leaf.node)
     return sympy.exp(expression) if call.name == "logsumexp" else expression
-
-
-def region_axes(region: Region, expression: sympy.Expr) -> set[Axis]:
-    """The axes that the leaves of an expression depend on."""
-    return {axis for s in expression.free_symbols if s in region.leaves for axis in region.leaves[s].axes}
 
 
 def _logarithm(summand: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:

@@ -20,7 +20,7 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import Size
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import CAUSAL, Band, Reach
-from lz_compile.passes.attention.emitter import AttentionEmitter
+from lz_compile.passes.attention.emitter import SCORES, AttentionEmitter
 from lz_compile.passes.attention.scores import MASKING_FILL
 from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import tensor_of
@@ -87,9 +87,7 @@ class _Leaf:
 
 
 def _read(emitter: AttentionEmitter, masks: Meanings) -> list[_Leaf]:
-    roles = emitter.roles
-    axes = Axes(roles.batch, roles.heads, roles.queries, roles.keys)
-    found = []
+    axes, found = Axes(*emitter.axes(SCORES)), []
     for factor in sympy.Mul.make_args(emitter.keep):
         for symbol in factor.free_symbols:
             found.append(_leaf(emitter, masks, axes, symbol, 1.0, keeps=factor == symbol))
@@ -166,7 +164,7 @@ def _sees_by_values(emitter: AttentionEmitter, leaves: list[_Leaf], masks: Meani
         value = None if leaf.meaning is None else masks.values(leaf.node)
         if value is None:
             return False
-        value = Builder(lambda node: node).arrange(value, emitter.region.leaves[leaf.symbol].dims, emitter.groups())
+        value = Builder(lambda node: node).arrange(value, emitter.region.leaves[leaf.symbol].dims, emitter.axes(SCORES))
         keep = keep & ((value == leaf.keeps) if leaf.is_boolean else value * leaf.factor > MASKING_FILL * (1 - 1e-9))
     return bool(keep.any(-1).all())
 
@@ -189,7 +187,7 @@ def _sees_itself(emitter: AttentionEmitter, documents: Documents, band: Band | N
     """Whether a query sees the key at its own position: both are of one sequence of documents."""
     queries, keys = emitter.lengths()
     inside = band is None or ((band.lower or 0) <= 0 <= (0 if band.upper is None else band.upper))
-    return documents.query is documents.key and queries == keys and inside
+    return documents.query.node is documents.key.node and queries == keys and inside
 
 
 def intersection(one: Band, other: Band, queries: Size, keys: Size) -> Band | None:

@@ -10,7 +10,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import probabilities, scores
-from lz_compile.passes.attention.gathered import matched
+from lz_compile.passes.attention.emitter import Finish
 from lz_compile.passes.attention.near_misses import has_scores, mixed_scores
 from lz_compile.passes.attention.operand import is_weight
 from lz_compile.passes.attention.proven_masks import simplify
@@ -41,6 +41,7 @@ class Reader:
     region: Region
     call: Call
     masks: Meanings
+    finish: Finish
 
     def match(self) -> Match | None:
         """The attention that ends here; None where it is none.
@@ -113,7 +114,7 @@ class Reader:
                 return None
             gain = divided
         kept = sympy.factor(inner.keep * found.keep)
-        if kept != 1 and not probabilities.region_axes(self.region, rest := sympy.cancel(gain / kept)) & set(keys):
+        if kept != 1 and not self.region.axes_in(rest := sympy.cancel(gain / kept)) & set(keys):
             gain, found = rest, replace(found, is_masked_again=True)
         self._check_gain(gain, keys)
         core = find_core(self.region.effects, inner.leaf.node, output)
@@ -139,7 +140,7 @@ class Reader:
         )
 
     def _check_gain(self, gain: sympy.Expr, keys: tuple[Axis, ...]) -> None:
-        if probabilities.region_axes(self.region, gain) & set(keys) or gain.has(INFINITY):
+        if self.region.axes_in(gain) & set(keys) or gain.has(INFINITY):
             raise RefusedError(
                 "PROBABILITIES_CHANGED",
                 "the probabilities are weighted along the keys after the softmax",
@@ -163,7 +164,7 @@ class Reader:
         readers = {node: self.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
         core.check(self.region.effects, readers)
         is_window = isinstance(emitter, WindowEmitter)
-        return emitter.match(OP, core) if is_window else matched(emitter, core, self.masks)
+        return emitter.match(OP, core) if is_window else self.finish(emitter, core, None)
 
 
 def _is_layer(found: scores.Scores) -> bool:
@@ -186,8 +187,8 @@ def _quotients(effects: Effects, product: fx.Node) -> list[fx.Node]:
 
 def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
     """Refuse where the scores are a product of two computed tensors behind a function that has no reading here."""
-    for symbol in expression.free_symbols & region.leaves.keys():
-        node: fx.Node = region.leaves[symbol].node
+    for leaf in region.leaves_in(expression).values():
+        node = leaf.node
         tensor = tensor_of(node)
         shape = None if tensor is None else shape_of(tensor)
         call = outermost = region.effects.calls[node]

@@ -20,8 +20,7 @@ from torch import fx
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import Shape, Size, shape_of
 from lz_compile.lowering.attention_attributes import AttentionAttrs
-from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
-from lz_compile.passes.attention.gathered import matched
+from lz_compile.passes.attention.emitter import AttentionEmitter, Finish, Roles
 from lz_compile.passes.attention.near_misses import unread
 from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.attention.proven_masks import simplify
@@ -31,7 +30,7 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, broadcast_from, fresh, regroup
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.refusal import OUT_OF_PLACE, NearMiss, RefusedError, told
+from lz_compile.passes.graph.refusal import OUT_OF_PLACE, NearMiss, RefusedError, reshaped
 from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of, where_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.meaning import Meanings
@@ -43,13 +42,13 @@ from lz_compile.passes.rewriting.twins import Twins
 _LAST = contraction.PRODUCTS | {"sum", "scaled_dot_product_attention"}
 
 
-def recognise(graph: fx.Graph, effects: Effects, masks: Meanings) -> Iterator[Outcome]:
+def recognise(graph: fx.Graph, effects: Effects, masks: Meanings, finish: Finish) -> Iterator[Outcome]:
     """Every attention in ``graph``, and every softmax over a contraction that is none, with the reason."""
     missed: list[Missed] = []
     driver, twins = Driver(OP), Twins(effects, masks.hold_the_same)
 
     def once(node: fx.Node) -> Match | NearMiss | None:
-        return twins.read((node,), lambda: _read_unless_reshaped(effects, node, masks))
+        return twins.read((node,), lambda: _read_unless_reshaped(effects, node, masks, finish))
 
     for found in driver.walk(graph.nodes, lambda node: _may_be_last(effects, node), once):
         if isinstance(found, NearMiss):
@@ -67,27 +66,23 @@ def _may_be_last(effects: Effects, node: fx.Node) -> bool:
     return call is not None and call.name in _LAST and tensor is not None and 0 not in shape_of(tensor)
 
 
-def _read_unless_reshaped(effects: Effects, node: fx.Node, masks: Meanings) -> Match | NearMiss | None:
+def _read_unless_reshaped(effects: Effects, node: fx.Node, masks: Meanings, finish: Finish) -> Match | NearMiss | None:
     call = effects.calls[node]
     assert call is not None, "an anchor is a call"
-    reshaped = effects.reshaped_after_read(_behind(effects, call.node), call.node)
-    if reshaped is not None:
-        return _reshaped(effects, call, *reshaped)
-    found = _read(effects, call, masks)
-    if isinstance(found, Match):
-        reshaped = effects.reshaped_after_read(found.core, found.output)
-        return found if reshaped is None else _reshaped(effects, call, *reshaped)
-    return found
+    found = effects.reshaped_after_read(_behind(effects, call.node), call.node)
+    if found is not None:
+        return _reshaped(effects, call, *found)
+    return _read(effects, call, masks, finish)  # who asks for matches asks for theirs
 
 
-def _read(effects: Effects, call: Call, masks: Meanings) -> Match | NearMiss | None:
+def _read(effects: Effects, call: Call, masks: Meanings, finish: Finish) -> Match | NearMiss | None:
     if call.name == "scaled_dot_product_attention":
-        return match_sdpa_call(effects, call, masks)
+        return match_sdpa_call(effects, call, masks, finish)
     refused: NearMiss | None = None
     for expand_masks in (False, True):
         region = Region(effects, expand_masks=expand_masks)
         try:
-            found = Reader(region, call, masks).match()
+            found = Reader(region, call, masks, finish).match()
         except RefusedError as refusal:
             refused = refused or NearMiss.of(OP, call.node, refusal)
         except MutatedError as error:
@@ -114,11 +109,7 @@ def _reshaped(effects: Effects, call: Call, node: fx.Node, writer: fx.Node) -> N
     is_attention = call.name == "scaled_dot_product_attention" or any(
         region.reaches(operand, SOFTMAX, call.node) for operand in call.node.all_input_nodes
     )
-    if not is_attention:
-        return None
-    reason = Reason("OPERAND_RESHAPED", f"{told(node)} changes its shape in place by {told(writer)}, after it is read")
-    edit = f"use the out-of-place form of {str(writer.target).rstrip('_')}"
-    return NearMiss(OP, call.node, reason, edit, where_of(call.node))
+    return NearMiss.of(OP, call.node, reshaped(node, writer)) if is_attention else None
 
 
 def _behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
@@ -153,7 +144,7 @@ SOURCE = "torch.sdpa"
 MASKED_SOURCE = "torch.sdpa with a mask"
 
 
-def match_sdpa_call(effects: Effects, call: Call, masks: Meanings) -> Match | None:
+def match_sdpa_call(effects: Effects, call: Call, masks: Meanings, finish: Finish) -> Match | None:
     """The attention that a call of SDPA computes; None where an argument is no tensor or no constant."""
     nodes = [call.get(name) for name in ("query", "key", "value")]
     tensors = [tensor_of(node) for node in nodes]
@@ -208,7 +199,7 @@ def match_sdpa_call(effects: Effects, call: Call, masks: Meanings) -> Match | No
     simple = simplify(emitter, masks)
     source = SOURCE if not simple.implied else MASKED_SOURCE
     core = find_core(effects, call.node, call.node)
-    return matched(simple, core, masks, source)
+    return finish(simple, core, source)
 
 
 def _roles(shapes: list[Shape], enable_gqa: bool) -> tuple[Roles, list[Dims]]:

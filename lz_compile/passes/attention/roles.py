@@ -15,13 +15,13 @@ from torch import fx
 
 from lz_compile.lowering.attention_attributes import AttentionAttrs, MaskedRows
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
-from lz_compile.passes.attention.operand import Operand, is_lossless, peel
+from lz_compile.passes.attention.operand import Operand, peel
 from lz_compile.passes.attention.probabilities import Probabilities
 from lz_compile.passes.attention.scores import Scores
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.formula.contraction import PRODUCTS, Factor
-from lz_compile.passes.formula.expressions import INFINITY, tidy
+from lz_compile.passes.formula.expressions import INFINITY, is_lossless, tidy
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, reached, read, tensor_of, tensor_operands
 from lz_compile.passes.masks import finite as masks_finite
@@ -54,7 +54,7 @@ def assign_roles(region: Region, read: Weighing) -> AttentionEmitter:
     query, key = (peel(region, each, inner.leaf.node, passed) for each in (inner.query, inner.key))
     values = peel(region, read.value, output, passed)
     roles = _roles(region, read, query, key, values)
-    scale, query_gain, key_gain = _place_gain(region, inner.gain * query.factor * key.factor, query, key, roles)
+    scale, query_gain, key_gain = _place_gain(region, inner.gain * query.factor * key.factor, roles)
     if scale is None:
         raise RefusedError("SCALE_BY_SCORE", "the scale of the scores depends on query and key together", "use a bias")
     dtype = _kernel_dtype(inner, query, key, values, output)
@@ -140,22 +140,20 @@ def _query_axis(region: Region, inner: Scores, own: list[Axis], keys: set[Axis])
     """Of the axes that only the query has, the query positions: the axis that a mask pairs with the keys, or the largest."""
     if len(own) < 2:
         return tuple(own)
-    leaves = [region.leaves[s].axes for e in (inner.keep, inner.bias) for s in e.free_symbols if s in region.leaves]
+    leaves = [leaf.axes for leaf in region.leaves_in(inner.keep, inner.bias).values()]
     paired = [axis for axis in own if any(axis in axes and keys & axes for axes in leaves)]
     candidates = paired if len(paired) == 1 else own
     sizes = [axis.size if isinstance(axis.size, int) else float("inf") for axis in candidates]
     return (candidates[sizes.index(max(sizes))],)
 
 
-def _place_gain(
-    region: Region, gain: sympy.Expr, query: Operand, key: Operand, roles: Roles
-) -> tuple[float | None, sympy.Expr, sympy.Expr]:
+def _place_gain(region: Region, gain: sympy.Expr, roles: Roles) -> tuple[float | None, sympy.Expr, sympy.Expr]:
     """Split a gain into a number, a factor of the query's rows and one of the keys."""
     number, rest = tidy(sympy.expand(gain)).as_coeff_Mul() if not isinstance(gain, sympy.Add) else (sympy.S.One, gain)
     query_gain, key_gain = sympy.S.One, sympy.S.One
     rows = {axis for group in roles.rows for axis in group}
     for factor in sympy.Mul.make_args(rest):
-        axes = {axis for symbol in factor.free_symbols for axis in region.leaves[symbol].axes}
+        axes = region.axes_in(factor)
         if axes <= rows:
             query_gain *= factor
         elif axes <= {*roles.batch, *roles.kv_heads, *roles.keys}:

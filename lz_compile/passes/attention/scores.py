@@ -74,13 +74,14 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
     given, expression = expression, _without_shift(region, expression, keys)
     is_shifted = given != expression
     expression, is_floored = _without_floor(expression, product)
-    expression, cap, capped = _split_softcap(expression, product)
-    gain, bias = _affine(reduce_indicators(expression), capped if cap is not None else product)
+    expression, inner = _split_softcap(expression, product)
+    gain, bias = _affine(reduce_indicators(expression), product if inner is None else _PROBE)
     bias = _as_values(region, bias)
     keep, gain, offset, fills = _split_mask(gain, bias)
     bias, fill = offset, (bias if keep != 1 else None)
-    if cap is not None:
-        gain, cap = _inner_scale(cap, capped, gain, product)
+    cap = None
+    if inner is not None:
+        gain, cap = _inner_scale(inner, gain, product)
     left, right = contraction.left, contraction.right
     if set(atoms(keys)) & _axes(left):
         left, right = right, left
@@ -95,8 +96,8 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
 def _as_values(region: Region, bias: sympy.Expr) -> sympy.Expr:
     """A bias in values of calls: of one that adds a tensor to a multiple of a product, the product is no value by itself."""
     found = {}
-    for symbol in bias.free_symbols & region.leaves.keys():
-        inner = region.leaves[symbol].contraction
+    for symbol, leaf in region.leaves_in(bias).items():
+        inner = leaf.contraction
         if inner is None or inner.distance or (inner.coefficient == 1 and inner.addend is None):
             continue
         added = sympy.S.Zero
@@ -152,9 +153,8 @@ def _is_score_product(leaf: Leaf | None, keys: tuple[Axis, ...]) -> bool:
 def _without_shift(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> sympy.Expr:
     """Drop a subtracted row maximum: softmax does not change when a row is shifted."""
     shifts = {}
-    for symbol in expression.free_symbols:
-        leaf = region.leaves.get(symbol)
-        if leaf is None or leaf.axes & set(atoms(keys)) or not _is_maximum(region, leaf):
+    for symbol, leaf in region.leaves_in(expression).items():
+        if leaf.axes & set(atoms(keys)) or not _is_maximum(region, leaf):
             continue
         if sympy.expand(sympy.diff(expression, symbol)).is_number:
             shifts[symbol] = sympy.S.Zero
@@ -168,14 +168,14 @@ def _is_maximum(region: Region, leaf: Leaf) -> bool:
     return call is not None and call.name in ("amax", "max")
 
 
-def _split_softcap(expression: sympy.Expr, product: sympy.Symbol) -> tuple[sympy.Expr, sympy.Expr | None, sympy.Symbol]:
+def _split_softcap(expression: sympy.Expr, product: sympy.Symbol) -> tuple[sympy.Expr, sympy.Expr | None]:
     """Replace ``tanh(... product ...)`` by a probe; its argument is the cap's."""
     capped = [term for term in expression.atoms(sympy.tanh) if term.has(product)]
     if not capped:
-        return expression, None, _PROBE
+        return expression, None
     if len(capped) > 1:
         raise RefusedError("SCORES_NOT_AFFINE", "the scores are capped more than once", "cap the scores once")
-    return expression.xreplace({capped[0]: _PROBE}), capped[0].args[0], _PROBE
+    return expression.xreplace({capped[0]: _PROBE}), capped[0].args[0]
 
 
 def _affine(expression: sympy.Expr, variable: sympy.Symbol) -> tuple[sympy.Expr, sympy.Expr]:
@@ -233,14 +233,11 @@ def _check_fill(fill: sympy.Expr, limit: float) -> None:
         )
 
 
-def _inner_scale(
-    argument: sympy.Expr, capped: sympy.Symbol, outer: sympy.Expr, product: sympy.Symbol
-) -> tuple[sympy.Expr, float]:
+def _inner_scale(argument: sympy.Expr, outer: sympy.Expr, product: sympy.Symbol) -> tuple[sympy.Expr, float]:
     """``outer * tanh(inner * product)`` as ``cap * tanh(scale * product / cap)``: ``(scale, cap)``."""
     inner, rest = _affine(argument, product)
     if rest != 0 or not outer.is_number or not inner.is_number:
         raise RefusedError(
             "SOFTCAP_NOT_UNDERSTOOD", f"the cap is not c * tanh(scores / c) ({outer} * tanh({argument}))", "cap plainly"
         )
-    del capped
     return tidy(sympy.expand(inner * outer)), float(outer)

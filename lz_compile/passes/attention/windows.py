@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from lz_compile.ground.sizes import Size
-from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
+from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
 from lz_compile.passes.attention.operand import Operand
@@ -87,10 +87,10 @@ class WindowEmitter(AttentionEmitter):
         value = builder.arrange(builder.value(operand.node), operand.dims, (*rest, self.roles.keys))
         return builder.restore(value[..., seen.to(value.device)], (*rest, *groups), dims)
 
-    def _tensor(self, builder: Builder, operand: Operand, groups: tuple[tuple[Axis, ...], ...]) -> Any:
-        value = super()._tensor(builder, operand, groups)
+    def _tensor(self, builder: Builder, name: str) -> Any:
+        value = super()._tensor(builder, name)
         _, first, last = self.at(builder.sizes)
-        return value[:, :, first : -last or None] if self.roles.keys in groups else value
+        return value if name == "query" else value[:, :, first : -last or None]
 
     def _mask(self, builder: Builder, groups: tuple[tuple[Axis, ...], ...]) -> Any:
         return self._by_keys(builder, super()._mask(builder, (*groups[:-1], self.places)))
@@ -105,9 +105,6 @@ class WindowEmitter(AttentionEmitter):
         value = value.expand(*value.shape[:-2], queries, places)
         moved = F.pad(value, (start, keys + 1 - places - start)).flatten(-2)[..., : queries * keys]
         return moved.unflatten(-1, (queries, keys))[..., first : -last or None]
-
-    def _facts(self, core: Core) -> AttentionFacts:
-        return replace(super()._facts(core), key_len=self.lengths()[1])
 
     def _inputs(self, biases: Collection[fx.Node]) -> dict[fx.Node, Input]:
         windows = {

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import sympy
 from torch import fx
 
-from lz_compile.ground.sizes import as_size, product, shape_of
-from lz_compile.lowering.ops.blend import BlendAttrs, BlendFacts, Operands
+from lz_compile.ground.sizes import as_size, shape_of
+from lz_compile.lowering.ops.blend import SHAPES, BlendAttrs, BlendFacts, Operands
 from lz_compile.passes.blend.gate import Gate, Logits
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf, Region
@@ -20,25 +20,13 @@ from lz_compile.passes.formula.layout import stride_order
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import Call, called, known_tensor, needed, tensor_of
-from lz_compile.passes.rewriting.builder import Builder, Groups
+from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Cell, Found, Input, Match, Site, TableEmitter, Trial
 
 Run = tuple[Axis, ...]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The axes of a blend's canonical layout."""
-
-    rows: Run
-    channels: Run
-    inner: Run
-
-    @property
-    def all(self) -> tuple[Run, Run, Run]:
-        """As dimensions."""
-        return self.rows, self.channels, self.inner
+#: The axes of a blend's canonical layout: rows, channels and the rest.
+Layout = tuple[Run, Run, Run]
 
 
 @dataclass(frozen=True)
@@ -57,12 +45,8 @@ class Weights:
         if self.gate is not None:
             parts = (self.gate.alpha, self.gate.gain, self.gate.offset, self.gate.low, self.gate.high)
             pairs = [(self.gate.region, each) for each in parts if each is not None]
-        found = {}
-        for region, expression in pairs:
-            for symbol in expression.free_symbols & region.leaves.keys():
-                leaf = region.leaves[symbol]
-                found[leaf.node, leaf.dims] = leaf
-        return list(found.values())
+        leaves = [leaf for region, expression in pairs for leaf in region.leaves_in(expression).values()]
+        return list({(leaf.node, leaf.dims): leaf for leaf in leaves}.values())
 
     @property
     def axes(self) -> set[Axis]:
@@ -75,6 +59,7 @@ class BlendEmitter(TableEmitter):
     """``op(host, seed, alpha, ...)`` over rows, channels and the rest, in the order in which they lie in memory."""
 
     kind: ClassVar = Operands
+    result_shape: ClassVar = "N C S"
 
     host: Leaf
     seed: Leaf
@@ -87,13 +72,14 @@ class BlendEmitter(TableEmitter):
     again: frozenset[fx.Node]
 
     @property
-    def groups(self) -> Groups:
-        """Rows, channels and the rest."""
-        return self.layout.all
+    def runs(self) -> dict[str, Run]:
+        """Rows, channels and the rest, and the classes of a gate."""
+        gate = self.weights.gate
+        return {**dict(zip("NCS", self.layout, strict=True)), "K": () if gate is None else gate.logits.classes}
 
     def table(self) -> dict[str, Cell]:
         """Host, seed, alpha, and what is there of a host's weight, logits and a gate's numbers."""
-        whole, dtype, weights, gate = self.layout.all, self.attrs.compute_dtype, self.weights, self.weights.gate
+        whole, dtype, weights, gate = self.groups, self.attrs.compute_dtype, self.weights, self.weights.gate
         found = {"host": Cell(self.host, whole), "seed": Cell(self.seed, whole, is_whole=True)}
         if gate is None:
             found["alpha"] = Cell(weights.seed, whole, region=weights.region, dtype=dtype)
@@ -102,7 +88,7 @@ class BlendEmitter(TableEmitter):
             return found
         found["alpha"] = Cell(gate.alpha, whole, region=gate.region, dtype=dtype)
         logits = Leaf(gate.logits.node, gate.logits.dims)
-        found["logits"] = Cell(logits, (self.layout.rows, gate.logits.classes), is_detached=gate.logits.is_detached)
+        found["logits"] = Cell(logits, self.axes(SHAPES["logits"]), is_detached=gate.logits.is_detached)
         for name in ("gain", "offset", "low", "high"):
             expression = getattr(gate, name)
             if expression is not None:
@@ -136,17 +122,8 @@ class BlendEmitter(TableEmitter):
             operands["logits"] = gate.logits.node
         if gate is not None and not gate.logits.is_detached:
             weighing[gate.logits.node] = gate.logits.dims
-        facts = BlendFacts(
-            num_rows=product(axis.size for axis in self.layout.rows),
-            num_channels=product(axis.size for axis in self.layout.channels),
-            inner_size=product(axis.size for axis in self.layout.inner),
-            num_classes=1 if gate is None else product(axis.size for axis in gate.logits.classes),
-            dtype=known_tensor(self.seed.node).dtype,
-            device=known_tensor(self.output).device.type,
-            needs_grad=core.wants_grad(inputs),
-            alpha_needs_grad=core.wants_grad(weighing),
-        )
-        return _match(op, self, core, facts, inputs, operands, read, None if gate is None else gate.logits)
+        wants = core.wants_grad(inputs), core.wants_grad(weighing)
+        return _match(op, self, core, inputs, operands, read, None if gate is None else gate.logits, wants)
 
 
 @dataclass(frozen=True)
@@ -154,6 +131,7 @@ class MarginEmitter(TableEmitter):
     """``op(logits)`` over the axes of a margin, and the classes."""
 
     kind: ClassVar = Operands
+    result_shape: ClassVar = "N"
 
     logits: Logits
     output: fx.Node
@@ -161,46 +139,35 @@ class MarginEmitter(TableEmitter):
     attrs: BlendAttrs
 
     @property
-    def rows(self) -> Run:
-        """All axes but the classes."""
-        return axes_of(self.output_dims)
-
-    @property
-    def groups(self) -> Groups:
-        """One number for each row."""
-        return (self.rows,)
+    def runs(self) -> dict[str, Run]:
+        """All axes, and the classes; there is one number for each row."""
+        return {"N": axes_of(self.output_dims), "C": (), "S": (), "K": self.logits.classes}
 
     def table(self) -> dict[str, Cell]:
         """The logits."""
-        return {"logits": Cell(Leaf(self.logits.node, self.logits.dims), (self.rows, self.logits.classes))}
+        return {"logits": Cell(Leaf(self.logits.node, self.logits.dims), self.axes(SHAPES["logits"]))}
 
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""
         inputs = {self.logits.node: self.logits.dims}
-        needs_grad = core.wants_grad(inputs)
-        facts = BlendFacts(
-            num_rows=product(axis.size for axis in self.rows),
-            num_channels=1,
-            inner_size=1,
-            num_classes=product(axis.size for axis in self.logits.classes),
-            dtype=known_tensor(self.logits.node).dtype,
-            device=known_tensor(self.output).device.type,
-            needs_grad=needs_grad,
-            alpha_needs_grad=needs_grad,
-        )
-        return _match(op, self, core, facts, inputs, {"logits": self.logits.node}, read, self.logits)
+        wants = (core.wants_grad(inputs),) * 2
+        return _match(op, self, core, inputs, {"logits": self.logits.node}, read, self.logits, wants)
 
 
 def _match(
     op: str,
     emitter: BlendEmitter | MarginEmitter,
     core: Core,
-    facts: BlendFacts,
     inputs: Mapping[fx.Node, Dims],
     operands: Mapping[str, fx.Node],
     read: Mapping[fx.Node, Dims],
     logits: Logits | None,
+    wants: tuple[bool, bool],
 ) -> Match:
+    main = emitter.seed.node if isinstance(emitter, BlendEmitter) else emitter.logits.node
+    device = known_tensor(emitter.output).device.type
+    rows, channels, inner, count = emitter.extents("N C S K")
+    facts = BlendFacts(rows, channels, inner, count, known_tensor(main).dtype, device, *wants)
     classes = atoms(logits.classes) if logits is not None and logits.is_spelled else ()
     known = {node: Input(dims) for node, dims in inputs.items()}
     return Match(
@@ -234,17 +201,17 @@ def group(output: fx.Node, dims: Dims, alpha: set[Axis], rows: set[Axis] | None,
             or _run(places, rows or set())[1] > start
         ):
             return None
-        return Layout(order[:start], order[start:stop], order[stop:])
+        return order[:start], order[start:stop], order[stop:]
     if rows is not None:
         stop = _run(places, rows)[1]
         if stop != len(rows):
             return None
         last = max(stop, _run(places, alpha - rows)[1])
-        return Layout(order[:stop], order[stop:last], order[last:])
+        return order[:stop], order[stop:last], order[last:]
     if not alpha:
-        return Layout(order, (), ())
+        return order, (), ()
     start, stop = _run(places, alpha)
-    return Layout(order[:start], order[start:stop], order[stop:]) if start else Layout(order[:stop], (), order[stop:])
+    return (order[:start], order[start:stop], order[stop:]) if start else (order[:stop], (), order[stop:])
 
 
 def _run(places: Mapping[Axis, int], axes: set[Axis]) -> tuple[int, int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import sympy
 from torch import fx
@@ -22,11 +21,10 @@ from lz_compile.passes.formula.expressions import reduce_indicators
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of
-from lz_compile.passes.rewriting.core import Core, find_core, is_dead
+from lz_compile.passes.rewriting.core import Core, core_between
+from lz_compile.passes.rewriting.match import Match
 
-#: The emitter, its core, and everything that was read with its axes.
-Found: TypeAlias = tuple["BlendEmitter | MarginEmitter", Core, Mapping[fx.Node, Dims]]
-
+OP = "blend"
 _SOFTMAX = frozenset({"softmax", "log_softmax"})
 
 
@@ -59,7 +57,7 @@ class Blend:
         )
 
 
-def read_blend(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Found:
+def read_blend(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Match:
     """The blend that ends in ``anchor``, or in the softmax after it.
 
     Raises:
@@ -84,14 +82,14 @@ def read_blend(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> F
             if output is None:
                 continue
             try:
-                return _finish(effects, forms, blend, output)
+                return _finish(effects, blend, output)
             except (RefusedError, LayoutError):
                 if output is anchor and blend is kinds[-1]:
                     raise
     raise AssertionError("the last one is returned or raises")
 
 
-def read_margin(effects: Effects, forms: Forms, anchor: fx.Node) -> Found:
+def read_margin(effects: Effects, forms: Forms, anchor: fx.Node) -> Match:
     """The difference of the two largest logits that ends in ``anchor``.
 
     Raises:
@@ -120,7 +118,7 @@ def read_margin(effects: Effects, forms: Forms, anchor: fx.Node) -> Found:
         compute_dtype=tensor.dtype,
         out_dtype=tensor.dtype,
     )
-    return MarginEmitter(logits, anchor, dims, attrs), core, region.interior
+    return MarginEmitter(logits, anchor, dims, attrs).match(OP, core, region.interior)
 
 
 def _read(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Blend:
@@ -236,7 +234,7 @@ def _softmax_after(effects: Effects, anchor: fx.Node) -> fx.Node | None:
 # ---- core and attributes ---------------------------------------------------------------------------------------------
 
 
-def _finish(effects: Effects, forms: Forms, blend: Blend, output: fx.Node) -> Found:
+def _finish(effects: Effects, blend: Blend, output: fx.Node) -> Match:
     anchor, weights = blend.anchor, blend.weights
     gate, channels = weights.gate, set[Axis]()
     if output is not anchor:
@@ -275,7 +273,7 @@ def _finish(effects: Effects, forms: Forms, blend: Blend, output: fx.Node) -> Fo
         out_dtype=known_tensor(output).dtype,
     )
     emitter = BlendEmitter(blend.host, blend.seed, weights, groups, output, blend.dims, attrs, blend.edges, blend.again)
-    return emitter, core, {**read, output: blend.dims}
+    return emitter.match(OP, core, {**read, output: blend.dims})
 
 
 def _mode(blend: Blend, output: fx.Node) -> Mode:
@@ -299,9 +297,6 @@ def _core(effects: Effects, edges: Mapping[fx.Node, fx.Node], inside: set[fx.Nod
     Raises:
         RefusedError: someone else needs one of them, a mode changes, or an operand is overwritten.
     """
-    cores = [find_core(effects, edge, output) for edge in edges]
-    between = {node for core in cores for node in core.nodes if node in inside or is_dead(node)}
-    nodes = sorted(between - {*edges, output}, key=effects.position.__getitem__)
-    core = Core((*nodes, output), effects.ambient(output))
+    core = core_between(effects, edges, inside, output)
     core.check(effects, edges, if_used="use the blend only, and compute what else is needed apart")
     return core

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from torch import fx
 
 from lz_compile.ground.sizes import Size, shape_of
 from lz_compile.passes.blend.form import Form, Forms
 from lz_compile.passes.blend.ranks import Ranks, has_ranks
-from lz_compile.passes.blend.reading import read_blend, read_margin
+from lz_compile.passes.blend.reading import OP, read_blend, read_margin
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.formula.expressions import is_cast
@@ -25,7 +26,6 @@ from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import reached, tensor_of, where_of
 from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 
-OP = "blend"
 #: The last operation of a margin.
 _MARGINS = frozenset({"sub", "rsub", "add", "neg"})
 #: Calls between one step of a loop and the next that are looked at.
@@ -36,14 +36,14 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every blend in ``graph``, every margin of no blend, and every blend that was refused, with the reason."""
     ranks = Ranks(effects) if has_ranks(effects) else None
     reader = _Reader(effects, Forms.of(effects, ranks))
-    driver = Driver(OP)
+    driver, read = Driver(OP), partial(read_blend, effects, reader.forms)
     missed: set[fx.Node] = set()
     for node in reversed(graph.nodes):  # the last operation of a blend is met first
         form = reader.forms.at(node) if node not in driver.covered and node not in missed else None
         if form is None:
             continue
         is_step = reader.is_of_recurrence(node, form)
-        found = () if is_step else tuple(driver.at(node, reader.blend, form))
+        found = () if is_step else tuple(driver.at(node, read, form))
         yield from found
         if is_step or any(isinstance(each, NearMiss) for each in found):  # what it is made of is no blend of its own
             missed.update(reader.forms.sums.behind(node))
@@ -57,17 +57,6 @@ class _Reader:
 
     effects: Effects
     forms: Forms
-
-    def blend(self, anchor: fx.Node, form: Form) -> Match:
-        """The blend that ends in ``anchor``.
-
-        Raises:
-            RefusedError: what stands in its way.
-            MutatedError: an alias of a value was overwritten before it is read.
-            LayoutError: it is none.
-        """
-        emitter, core, read = read_blend(self.effects, self.forms, anchor, form)
-        return emitter.match(OP, core, read)
 
     def is_of_recurrence(self, anchor: fx.Node, form: Form) -> bool:
         """Whether a sum follows, by pointwise operations, from that of another step of the same loop, and detaches nothing.
@@ -90,10 +79,9 @@ class _Reader:
     def margin(self, anchor: fx.Node) -> Match | None:
         """The margin that ends in ``anchor``; None where it is none, or not a margin alone."""
         try:
-            emitter, core, read = read_margin(self.effects, self.forms, anchor)
+            return read_margin(self.effects, self.forms, anchor)
         except (RefusedError, MutatedError, LayoutError):  # the values that were sorted are wanted themselves
             return None
-        return emitter.match(OP, core, read)
 
 
 def _alike(effects: Effects, anchor: fx.Node, neighbours: Callable[[fx.Node], list[fx.Node]]) -> Iterator[fx.Node]:

@@ -162,6 +162,15 @@ class Region:
             self._facts[expression] = Facts.of(expression, [self.facts(each) for each in expression.args])
         return self._facts[expression]
 
+    def leaves_in(self, *expressions: sympy.Expr) -> dict[sympy.Symbol, Leaf]:
+        """The leaves that some expressions are made of, by symbol."""
+        symbols = {symbol for each in expressions for symbol in each.free_symbols} & self.leaves.keys()
+        return {symbol: self.leaves[symbol] for symbol in sorted(symbols, key=str)}
+
+    def axes_in(self, *expressions: sympy.Expr) -> frozenset[Axis]:
+        """Everything that some expressions depend on."""
+        return frozenset(axis for leaf in self.leaves_in(*expressions).values() for axis in leaf.axes)
+
     def _is_read(self, node: fx.Node) -> bool:
         return self.expand_masks or self._is_constant(node)
 

@@ -167,6 +167,17 @@ def narrows(call: Call) -> bool:
     return all(kind.is_floating_point for kind in kinds) and torch.finfo(kinds[1]).max < torch.finfo(kinds[0]).max
 
 
+_WIDER: Mapping[torch.dtype, tuple[torch.dtype, ...]] = {
+    **dict.fromkeys((torch.float16, torch.bfloat16), (torch.float32, torch.float64)),
+    torch.float32: (torch.float64,),
+}
+
+
+def is_lossless(source: torch.dtype, target: torch.dtype) -> bool:
+    """Whether every value of ``source`` is a value of ``target``."""
+    return source == target or target in _WIDER.get(source, ())
+
+
 def is_constant(call: Call) -> bool:
     """Whether the call makes a tensor that is filled with one number (or with nothing in particular)."""
     return call.name in ("empty", "empty_like", "new_empty") or constant_value(call) is not None

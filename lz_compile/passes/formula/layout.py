@@ -86,12 +86,9 @@ def _exact(total: Any, size: Any) -> Any:
 
 
 def _getitem(call: Call, shape: Shape, dims: Dims) -> Dims:
-    index = call.arguments.get("#1")
-    items = list(index) if isinstance(index, tuple) else [index]
-    named = sum(1 for item in items if item is not None and item is not Ellipsis)
-    if Ellipsis in [item for item in items if not isinstance(item, fx.Node)]:
-        at = next(i for i, item in enumerate(items) if item is Ellipsis)
-        items[at : at + 1] = [slice(None)] * (len(shape) - named)
+    items = spelled_out(call.arguments.get("#1"), len(shape))
+    if items is None:
+        raise LayoutError("an index by masks")
     source: list[Any] = []
     position = 0
     for item in items:
@@ -103,6 +100,18 @@ def _getitem(call: Call, shape: Shape, dims: Dims) -> Dims:
         else:
             raise LayoutError("an index that selects")
     return (*source, *dims[position:])
+
+
+def spelled_out(index: Any, rank: int) -> list[Any] | None:
+    """The items of a subscript, the ellipsis and dimensions that are not named as whole slices; None for truth values."""
+    items = list(index) if isinstance(index, tuple) else [index]
+    plain = [item for item in items if not isinstance(item, fx.Node)]
+    if any(isinstance(item, bool) for item in plain) or plain.count(Ellipsis) > 1:
+        return None
+    named = sum(1 for item in items if isinstance(item, fx.Node) or (item is not None and item is not Ellipsis))
+    whole = [slice(None)] * (rank - named)
+    at = next((i for i, item in enumerate(items) if item is Ellipsis), None)
+    return [*items, *whole] if at is None else [*items[:at], *whole, *items[at + 1 :]]
 
 
 def _is_whole(item: slice, size: Any) -> bool:

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import sympy
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import product, shape_of
+from lz_compile.ground.sizes import product
 from lz_compile.passes.formula import contraction
+from lz_compile.passes.formula.activations import AT_LEAST, BENDS
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of, regroup
 from lz_compile.passes.formula.edge import Edge, behind_casts
 from lz_compile.passes.formula.expressions import tidy
-from lz_compile.passes.formula.pointwise import applied
+from lz_compile.passes.formula.pointwise import Rule
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
@@ -29,8 +30,6 @@ from lz_compile.passes.graph.view import Call, tensor_of, value_of
 ROW = sympy.Symbol("row", real=True)
 MEAN = sympy.Symbol("mean", real=True)
 MEAN_SQUARE = sympy.Symbol("mean_square", positive=True)
-#: ``max(value, floor)``, unevaluated.
-AT_LEAST = sympy.Function("at_least")
 
 _BY_DEGREE = (sympy.S.One, MEAN, MEAN_SQUARE)
 _HALF = sympy.Rational(1, 2)
@@ -65,9 +64,9 @@ class Moments:
             LayoutError: the layout has no exact form in axes.
         """
         expression = self.region.express(node, dims)
-        symbols = sorted(expression.free_symbols & self.region.leaves.keys(), key=str)
-        own = [symbol for symbol in symbols if self.region.leaves[symbol].node is self.source]
-        whole = [symbol for symbol in symbols if self._is_whole(self.region.leaves[symbol])]
+        leaves = self.region.leaves_in(expression)
+        own = [symbol for symbol, leaf in leaves.items() if leaf.node is self.source]
+        whole = [symbol for symbol, leaf in leaves.items() if self._is_whole(leaf)]
         if len(own) + len(whole) > 1:
             raise RefusedError("ROWS_DIFFER", "it is computed from several places of one tensor", "use one layout")
         if not own and not whole:
@@ -85,13 +84,10 @@ class Moments:
     def _normal(self, expression: sympy.Expr) -> sympy.Expr:
         """The expression with every statistic of the source in moments, and half powers as such."""
         found = {}
-        for symbol in sorted(expression.free_symbols & self.region.leaves.keys(), key=str):
-            value = self._statistic(self.region.leaves[symbol])
-            if value is not None:
-                found[symbol] = value
-            size = self._size(self.region.leaves[symbol])
-            if size is not None:
-                found[symbol] = size
+        for symbol, leaf in self.region.leaves_in(expression).items():
+            for value in (self._statistic(leaf), self._size(leaf)):
+                if value is not None:
+                    found[symbol] = value
         expression = expression.xreplace(found) if found else expression
         return halves(expression)
 
@@ -153,18 +149,12 @@ class Moments:
             raise RefusedError("REDUCTION_UNCLEAR", f"{call.name} reduces unnamed dimensions", "name the dimensions")
         source_dims, new = given
         expression = self.region.express(call.input, source_dims, call.node)
-        own = [
-            s for s in expression.free_symbols & self.region.leaves.keys() if self.region.leaves[s].node is self.source
-        ]
+        leaves = self.region.leaves_in(expression)
+        own = [symbol for symbol, leaf in leaves.items() if leaf.node is self.source]
         for symbol in own:
-            self._unify(self.region.leaves[symbol].dims, new)
+            self._unify(leaves[symbol].dims, new)
         expression = self._normal(expression.xreplace(dict.fromkeys(own, ROW)))
-        rest = {
-            s
-            for s in expression.free_symbols & self.region.leaves.keys()
-            if self.region.leaves[s].axes & set(atoms(new))
-        }
-        if rest:
+        if self.region.axes_in(expression) & set(atoms(new)):
             raise RefusedError(
                 "ROW_WEIGHTED", f"{call.name} reduces a weighted row, or part of it", "weight it after it is normalised"
             )
@@ -310,23 +300,5 @@ def _normalize(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
 CALLS: Mapping[str, Reduction] = {"layer_norm": _layer_norm, "rms_norm": _rms_norm, "normalize": _normalize}
 
 
-# ---- pointwise -------------------------------------------------------------------------------------------------------
-
-
-def at_least(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-    """``clamp(x, min=c)`` and ``maximum(x, c)`` with a number ``c``."""
-    if call.get("max") is not None:
-        return None
-    name = "min" if call.name.startswith("clamp") else "other"
-    bound = call.get(name)
-    if bound is None or (tensor_of(bound) is not None and shape_of(tensor_of(bound)) != ()):  # type: ignore[arg-type]
-        return None
-    floor = region.operand(call, name, dims)
-    return AT_LEAST(region.operand(call, "input", dims), floor) if floor.is_number else None
-
-
-#: Calls that are read here beside those of every region.
-FUNCTIONS: Mapping[str, Any] = {
-    **dict.fromkeys(("clamp", "clamp_min", "maximum"), at_least),
-    "abs": applied(sympy.Abs),
-}
+#: Calls that are read here beside those of every region: what a root, or what is under it, is held to.
+FUNCTIONS: Mapping[str, Rule] = {name: BENDS[name] for name in ("clamp", "clamp_min", "maximum", "abs")}

@@ -8,8 +8,9 @@ from functools import lru_cache
 import sympy
 
 from lz_compile.lowering.ops.norm import EpsAt
+from lz_compile.passes.formula.activations import AT_LEAST
 from lz_compile.passes.formula.expressions import tidy
-from lz_compile.passes.formula.moments import AT_LEAST, MEAN, MEAN_SQUARE, ROW, halves
+from lz_compile.passes.formula.moments import MEAN, MEAN_SQUARE, ROW, halves
 
 _VARIANCE = sympy.Symbol("variance", positive=True)
 _ROOT = sympy.Symbol("root", positive=True)
@@ -104,6 +105,8 @@ def _root(factor: sympy.Expr) -> _Root | None:
     if not factor.is_Pow:
         return _several(factor)
     base, exponent = factor.base, factor.exp
+    if base.func == AT_LEAST and not base.args[1].is_number:
+        return None
     if exponent == -_HALF:
         if base.func == AT_LEAST:  # the root of what is at least c is at least the root of c
             inner, floor = base.args

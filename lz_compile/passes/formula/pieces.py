@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Size, as_size, product, shape_of
+from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, broadcast_from
 from lz_compile.passes.formula.polynomial import ZERO, Polynomial, lower, number
 from lz_compile.passes.formula.predicates import TRUE, Predicate
@@ -110,21 +111,9 @@ def getitem(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
     """``x[...]`` of a tensor, or one of several tensors."""
     if tensor_of(call.input) is None:
         return _part(space, call, dims)
-    index = call.arguments.get("#1")
     shape = shape_of(known_tensor(call.input))
-    items = _spelled_out(list(index) if isinstance(index, tuple) else [index], len(shape))
+    items = layout.spelled_out(call.arguments.get("#1"), len(shape))
     return None if items is None else only(call, _Subscript(space, call, shape, items).source(dims))
-
-
-def _spelled_out(items: list[Any], rank: int) -> list[Any] | None:
-    """The items with the ellipsis and the dimensions that are not named as whole slices."""
-    plain = [item for item in items if not isinstance(item, fx.Node)]
-    if any(isinstance(item, bool) for item in plain) or plain.count(Ellipsis) > 1:
-        return None
-    named = sum(1 for item in items if isinstance(item, fx.Node) or (item is not None and item is not Ellipsis))
-    whole = [slice(None)] * (rank - named)
-    at = next((i for i, item in enumerate(items) if item is Ellipsis), None)
-    return [*items, *whole] if at is None else [*items[:at], *whole, *items[at + 1 :]]
 
 
 class _Subscript:

@@ -33,11 +33,10 @@ _HEAVY = 16
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor at an index. For conditions: ``holds`` says that the tensor is True where the condition holds."""
+    """A tensor at an index."""
 
     node: fx.Node
     dims: Dims
-    holds: bool = True
 
 
 @dataclass(frozen=True)

@@ -78,7 +78,7 @@ def sum_before(reader: Match, name: str, effects: Effects) -> Match | Reason | N
         expression = region.express(total, chain[total])
     except (MutatedError, LayoutError):
         return None
-    leaves = [region.leaves[symbol] for symbol in sorted(expression.free_symbols, key=str) if symbol in region.leaves]
+    leaves = [*region.leaves_in(expression).values()]
     tensors = [tensor for tensor in map(tensor_of, (*chain, *(leaf.node for leaf in leaves))) if tensor is not None]
     wanted = {*axes_of(chain[total])}
     is_of_two = len(leaves) == 2 and len(tensors) == len(chain) + 2

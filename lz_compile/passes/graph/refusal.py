@@ -96,6 +96,12 @@ class RefusedError(Exception):
 OUT_OF_PLACE = "use the out-of-place form of that operation"
 
 
+def reshaped(node: fx.Node, writer: fx.Node) -> RefusedError:
+    """That a tensor has another shape by now, which is all that Dynamo tells of it, than it had when it was read."""
+    text = f"{told(node)} changes its shape in place by {told(writer)}, after it is read"
+    return RefusedError("OPERAND_RESHAPED", text, f"use the out-of-place form of {str(writer.target).rstrip('_')}")
+
+
 def mutated(text: str) -> RefusedError:
     """What is read was overwritten by then."""
     return RefusedError("OPERAND_MUTATED", text, OUT_OF_PLACE)

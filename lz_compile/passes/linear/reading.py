@@ -24,7 +24,7 @@ from lz_compile.passes.formula.places import Fixed, has_fixed_index, paired
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.subclasses import is_subclass
-from lz_compile.passes.graph.view import known_tensor, tensor_of
+from lz_compile.passes.graph.view import known_tensor, reached, tensor_of
 from lz_compile.passes.linear.bits import BITS, CODE, HIGH, LOW, Indexed, has_bits
 from lz_compile.passes.linear.unpacked import Unpacked, less_shifted, numbers_of
 
@@ -67,20 +67,20 @@ class Weight:
 
 def storage_of(effects: Effects, node: fx.Node) -> fx.Node | None:
     """The largest tensor of few bits that a value is computed from; None where there is none, or a product on the way."""
-    found, seen, queue = set(), {node}, [node]
-    while queue and len(seen) <= _MOST_CALLS:
-        each = queue.pop()
-        call, tensor = effects.calls[each], tensor_of(each)
-        if call is not None and call.name in PRODUCTS:  # what comes out of a layer
-            return None
-        if call is None or (call.name == "getattr" and is_subclass(tensor_of(call.input))):  # given, or inside of that
-            if tensor is not None and tensor.dtype in STORED and tensor.dim() >= 2:
-                found.add(each)
-            continue
-        queue += [operand for operand in each.all_input_nodes if operand not in seen]
-        seen.update(each.all_input_nodes)
-    largest = sorted(found, key=lambda each: -tensor_of(each).numel())  # type: ignore[union-attr]
-    return largest[0] if largest and not queue else None
+
+    def is_given(each: fx.Node) -> bool:
+        call = effects.calls[each]
+        return call is None or (call.name == "getattr" and is_subclass(tensor_of(call.input)))  # or inside of that
+
+    def above(each: fx.Node) -> list[fx.Node]:
+        return [] if is_given(each) or effects.name(each) in PRODUCTS else each.all_input_nodes
+
+    seen = [*reached([node], above, _MOST_CALLS + 1)]
+    if len(seen) > _MOST_CALLS or any(effects.name(each) in PRODUCTS for each in seen):  # what comes out of a layer
+        return None
+    tensors = {each: tensor for each in seen if is_given(each) and (tensor := tensor_of(each)) is not None}
+    found = [each for each, tensor in tensors.items() if tensor.dtype in STORED and tensor.dim() >= 2]
+    return max(found, key=lambda each: tensors[each].numel(), default=None)
 
 
 def read_weight(effects: Effects, product: Contraction, factor: Factor, storage: fx.Node | None) -> Weight:
@@ -185,8 +185,8 @@ _HIGH_PACKING: Mapping[bool, Packing] = {True: "high_first", False: "high_half"}
 def _join(region: Region, first: sympy.Expr, second: sympy.Expr, pair: Axis) -> bool:
     """Whether two expressions are one, of leaves that get an axis of pairs where they are read at two places."""
     leaves, joined = region.leaves, {}
-    for a in first.free_symbols & leaves.keys():
-        for b in second.free_symbols & leaves.keys():
+    for a in region.leaves_in(first):
+        for b in region.leaves_in(second):
             dims = None if leaves[a].node is not leaves[b].node else paired(leaves[a].dims, leaves[b].dims, pair)
             if dims is not None:
                 joined[a] = b, Leaf(leaves[a].node, dims)
@@ -211,11 +211,7 @@ def _weight(
     Raises:
         RefusedError: it is not affine in what is stored, or reads that in two ways.
     """
-    own = [
-        symbol
-        for symbol in expression.free_symbols
-        if symbol in region.leaves and region.leaves[symbol].node is storage
-    ]
+    own = [symbol for symbol, leaf in region.leaves_in(expression).items() if leaf.node is storage]
     if not own:
         raise RefusedError("NOT_DEQUANTISED", *_unread(region, storage))
     if len(own) > 1:
@@ -269,17 +265,12 @@ def _is_rounded(effects: Effects, node: fx.Node) -> bool:
     return call is not None and call.name in CASTS and tensor is not None and tensor.dtype in FLOAT8
 
 
-def _used(region: Region, *expressions: sympy.Expr) -> set[Axis]:
-    symbols = {symbol for each in expressions for symbol in each.free_symbols} & region.leaves.keys()
-    return {axis for symbol in symbols for axis in region.leaves[symbol].axes}
-
-
 def _ordered(region: Region, scale: sympy.Expr, summand: sympy.Expr, columns: tuple[Axis, ...]) -> fx.Node | None:
     """The index of groups that scales were gathered by, where columns of a group are no neighbours; then they become some.
 
     Whatever else depends on columns would have to be put in order, too.
     """
-    used = _used(region, scale, summand)
+    used = region.axes_in(scale, summand)
     shuffled = region.shuffled if isinstance(region, Indexed) else {}
     found = {columns_: each for columns_, each in shuffled.items() if each[0] in used}
     if not found:
@@ -296,7 +287,7 @@ def _groups(
     region: Region, scale: sympy.Expr, summand: sympy.Expr, out: set[Axis], columns: tuple[Axis, ...]
 ) -> tuple[Axis, ...]:
     """The first axes of the columns, such that factor and summand depend on no others of them."""
-    used, parts = _used(region, scale, summand), atoms(columns)
+    used, parts = region.axes_in(scale, summand), atoms(columns)
     if not used <= out | {*parts}:
         raise RefusedError(
             "NOT_DEQUANTISED", "what is multiplied depends on more than rows and columns", "scale it afterwards"

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from lz_compile.ground.reasons import Reason
-from lz_compile.ground.sizes import product, shape_of
-from lz_compile.lowering.ops.linear import NATIVE, LinearAttrs, LinearFacts, Operands, packed
+from lz_compile.ground.sizes import shape_of
+from lz_compile.lowering.ops.linear import NATIVE, SHAPES, LinearAttrs, LinearFacts, Operands, packed
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
@@ -30,7 +30,7 @@ from lz_compile.passes.linear.kept import brought, is_transposed
 from lz_compile.passes.linear.reading import Weight, read_weight, storage_of
 from lz_compile.passes.linear.unpacked import numbers_of
 from lz_compile.passes.masks.constants import hold_the_same
-from lz_compile.passes.rewriting.builder import Builder, Groups
+from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core, find_core
 from lz_compile.passes.rewriting.match import Cell, Driver, Found, Input, Match, Outcome, Site, TableEmitter, Trial
 from lz_compile.passes.rewriting.twins import Twins
@@ -161,6 +161,7 @@ class LinearEmitter(TableEmitter):
     """``op(input, weight, scale, zero, offset, bias)`` over the rows of the input."""
 
     kind: ClassVar = Operands
+    result_shape: ClassVar = "N O"
 
     given: Factor
     weight: Weight
@@ -190,9 +191,10 @@ class LinearEmitter(TableEmitter):
         return cls(given, weight, bias, rows, core.output, dims, attrs)
 
     @property
-    def groups(self) -> Groups:
-        """Rows and outputs."""
-        return (self.rows, self.weight.out)
+    def runs(self) -> dict[str, tuple[Axis, ...]]:
+        """Rows, and those of the weight."""
+        weight = self.weight
+        return {"N": self.rows, "K": weight.columns, "O": weight.out, "W": weight.stored_columns, "G": weight.groups}
 
     def operands(self, builder: Builder) -> Any:
         """Those of the table; what is the same number everywhere is a tensor of one element."""
@@ -227,15 +229,15 @@ class LinearEmitter(TableEmitter):
         """The input, what is stored, and what that means."""
         weight = self.weight
         table = {
-            "input": Cell(Leaf(self.given.node, self.given.dims), (self.rows, weight.columns)),
-            "weight": Cell(weight.leaf, (weight.out, weight.stored_columns)),
+            "input": Cell(Leaf(self.given.node, self.given.dims), self.axes(SHAPES["input"])),
+            "weight": Cell(weight.leaf, self.axes(SHAPES["weight"])),
         }
         for name, what in meaning(weight).items():
-            table[name] = Cell(what, (weight.out, weight.groups), region=weight.region)
+            table[name] = Cell(what, self.axes(SHAPES[name]), region=weight.region)
         if weight.codebook is not None:
             table["codebook"] = Cell(weight.codebook, (axes_of(weight.codebook.dims),))
         if self.bias is not None:
-            table["bias"] = Cell(self.bias, (weight.out,), is_whole=True)
+            table["bias"] = Cell(self.bias, self.axes(SHAPES["bias"]), is_whole=True)
         return table
 
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
@@ -243,8 +245,7 @@ class LinearEmitter(TableEmitter):
         weight, stored = self.weight, known_tensor(self.weight.leaf.node)
         unpacked = weight.unpacked
         inputs = {self.given.node: Input(self.given.dims)}
-        symbols = {symbol for what in meaning(weight).values() for symbol in what.free_symbols}
-        leaves = [weight.region.leaves[symbol] for symbol in symbols if symbol in weight.region.leaves]
+        leaves = weight.region.leaves_in(*meaning(weight).values()).values()
         for leaf in (*leaves, *(each for each in (self.bias, weight.codebook) if each is not None)):
             inputs.setdefault(leaf.node, Input(leaf.dims, range=_range(known_tensor(leaf.node))))
         drawn = _range(stored) if unpacked is None else (float(unpacked.bounds[0]), unpacked.bounds[1] + 1.0)
@@ -256,16 +257,9 @@ class LinearEmitter(TableEmitter):
             inputs |= {
                 node: Input(dims, counts=axis, is_shuffled=is_shuffled) for node, (dims, axis) in region.counts.items()
             }
-        facts = LinearFacts(
-            num_rows=product(axis.size for axis in self.rows),
-            in_features=product(axis.size for axis in weight.columns),
-            out_features=product(axis.size for axis in weight.out),
-            groups=int(product(axis.size for axis in weight.groups)),
-            dtype=known_tensor(self.given.node).dtype,
-            stored_dtype=_stored_dtype(weight),
-            device=known_tensor(self.output).device.type,
-            needs_grad=core.wants_grad(inputs),
-        )
+        rows, columns, out, groups = self.extents("N K O G")
+        dtypes, device = (known_tensor(self.given.node).dtype, _stored_dtype(weight)), known_tensor(self.output).device
+        facts = LinearFacts(rows, columns, out, int(groups), *dtypes, device.type, core.wants_grad(inputs))
         operands = {"input": self.given.node, "weight": weight.leaf.node}
         pairs = () if weight.packing == "none" else atoms((*weight.columns, *weight.stored_columns))
         pinned = frozenset((*pairs, *(() if weight.codebook is None else weight.codebook.axes)))

@@ -21,7 +21,7 @@ from lz_compile.passes.formula.contraction import PRODUCTS
 from lz_compile.passes.formula.expressions import CASTS, constant_value, plain_number
 from lz_compile.passes.formula.parts import SPLITS
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import Call, is_integer, tensor_of
+from lz_compile.passes.graph.view import Call, is_integer, reached, tensor_of
 
 Bounds: TypeAlias = "tuple[int, int]"
 Rule: TypeAlias = "Callable[[Effects, Call], Bounds | None]"
@@ -45,27 +45,17 @@ def numbers_of(effects: Effects, node: fx.Node) -> Unpacked | None:
 
     None where it is given as it is, is made of anything but integers that are given, or may be larger.
     """
-    found, seen, queue = list[fx.Node](), {node}, [node]
-    while queue and len(seen) <= _MOST_CALLS:
-        each = queue.pop()
-        call, tensor = effects.calls[each], tensor_of(each)
-        if is_integer(tensor):
-            found.append(each)
-        elif call is not None and call.name in PRODUCTS:
-            return None
-        else:
-            inner = [effects.current(operand, each) for operand in each.all_input_nodes]
-            queue += [operand for operand in inner if operand not in seen]
-            seen.update(inner)
+
+    def above(each: fx.Node) -> list[fx.Node]:
+        is_end = is_integer(tensor_of(each)) or effects.name(each) in PRODUCTS
+        return [] if is_end else [effects.current(operand, each) for operand in each.all_input_nodes]
+
+    seen = [*reached([node], above, _MOST_CALLS + 1)]
+    found = [each for each in seen if is_integer(tensor_of(each))]
     most = max((_count(each) for each in found), default=0)
     largest = [each for each in found if _count(each) == most]
-    if (
-        queue
-        or not most
-        or len(largest) != 1
-        or effects.calls[largest[0]] is None
-        or not _is_given(effects, largest[0])
-    ):
+    is_cut = len(seen) > _MOST_CALLS or any(effects.name(each) in PRODUCTS for each in {*seen} - {*found})
+    if is_cut or not most or len(largest) != 1 or effects.calls[largest[0]] is None or not _is_given(*largest):
         return None
     (numbers,) = largest
     bounds = bounds_of(effects, numbers)
@@ -96,17 +86,11 @@ def _count(node: fx.Node) -> int:
     return count if isinstance(count, int) else frames.symbolic_size(count, [tensor]).hint or 0
 
 
-def _is_given(effects: Effects, node: fx.Node) -> bool:
+def _is_given(node: fx.Node) -> bool:
     """Whether integers are made of what is given, itself integers, and of nothing that was computed of other numbers."""
-    seen, queue = {node}, [node]
-    while queue and len(seen) <= _MOST_CALLS:
-        each = queue.pop()
-        tensor = tensor_of(each)
-        if tensor is not None and not is_integer(tensor) and tensor.dtype != torch.bool:
-            return False
-        queue += [operand for operand in each.all_input_nodes if operand not in seen]
-        seen.update(each.all_input_nodes)
-    return not queue
+    seen = [*reached([node], most=_MOST_CALLS + 1)]
+    tensors = [tensor for tensor in map(tensor_of, seen) if tensor is not None]
+    return len(seen) <= _MOST_CALLS and all(is_integer(each) or each.dtype == torch.bool for each in tensors)
 
 
 def _holds(dtype: torch.dtype, bounds: Bounds) -> bool:

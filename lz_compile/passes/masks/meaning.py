@@ -17,6 +17,7 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band, Reach
 from lz_compile.lowering.ops.attention import distances
+from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.rewriting.builder import Builder
 
@@ -53,10 +54,8 @@ class Flag:
 class Documents:
     """Integers: a query sees the keys for which they are equal."""
 
-    query: fx.Node
-    query_dims: Dims
-    key: fx.Node
-    key_dims: Dims
+    query: Leaf
+    key: Leaf
 
 
 @dataclass(frozen=True)
@@ -264,8 +263,8 @@ class Implied:
             keep = keep & (value if flag.keeps else ~value)
         documents = self.meaning.documents
         if documents is not None and self.meaning.is_exact:
-            rows = builder.arrange(builder.value(documents.query), documents.query_dims, (batch, (), queries, ()))
-            others = builder.arrange(builder.value(documents.key), documents.key_dims, (batch, (), (), keys))
+            pairs = (documents.query, (batch, (), queries, ())), (documents.key, (batch, (), (), keys))
+            rows, others = (builder.arrange(builder.value(each.node), each.dims, own) for each, own in pairs)
             keep = keep & (rows == others)
         return keep
 

@@ -6,7 +6,6 @@ Masks under which a query sees the keys before a number of its own are ``arange(
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
@@ -14,7 +13,8 @@ import torch
 
 from lz_compile.ground.sizes import as_size
 from lz_compile.lowering.bands import Band
-from lz_compile.passes.formula.axes import Axis, Dims, atoms
+from lz_compile.passes.formula.algebra import Leaf
+from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.formula.piecewise import Piecewise
 from lz_compile.passes.formula.polynomial import ONE, Coefficient, Polynomial, Variable
 from lz_compile.passes.formula.predicates import (
@@ -38,7 +38,7 @@ from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.masks import bands as mask_bands
 from lz_compile.passes.masks.bands import Bound, Positions
 from lz_compile.passes.masks.index_reading import Reader
-from lz_compile.passes.masks.meaning import Axes, Ends, Flag, Terms
+from lz_compile.passes.masks.meaning import Axes, Documents, Ends, Flag, Terms
 
 
 def of_conditions(parts: Iterable[Predicate], reader: Reader, at: Positions, batch: frozenset[Axis]) -> Ends | None:
@@ -131,7 +131,7 @@ class Parts:
         given = (self._sides(part) for part in _ordered(where))
         self.where = in_one_document(reader, where, *(each for each in given if each is not None))
         self.bounds: list[Bound] = []
-        self.documents: list[Sides] = []
+        self.documents: list[Documents] = []
         self.rest: list[Predicate] = []
         self._same: list[Predicate] = []
         flags: dict[Predicate, Flag] = {}
@@ -162,7 +162,7 @@ class Parts:
                     self.rest.remove(part)
                     break
 
-    def _sides(self, predicate: Predicate) -> Sides | None:
+    def _sides(self, predicate: Predicate) -> Documents | None:
         return sides(self._reader, predicate, self._axes.batch, self._axes.queries, self._axes.keys)
 
     def _flag(self, predicate: Predicate) -> Flag | None:
@@ -215,17 +215,9 @@ def _has(dims: Dims, axes: tuple[Axis, ...]) -> bool:
 # ---- documents -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Sides:
-    """Integers, equal where a query and a key are of the same document."""
-
-    query: Source
-    key: Source
-
-
 def sides(
     reader: Reader, predicate: Predicate, batch: Iterable[Axis], queries: Iterable[Axis], keys: Iterable[Axis]
-) -> Sides | None:
+) -> Documents | None:
     """The tensors that a condition compares, one of queries and one of keys; None where it is something else."""
     if not isinstance(predicate, Zero) or not predicate.holds:
         return None
@@ -234,7 +226,7 @@ def sides(
     query = Polynomial({each: factor for each, factor in value.terms.items() if not _axes(each).isdisjoint(rows)})
     for one, factor, offset in _sources(reader, query):
         other = reader.sources.get((query - value).scaled(factor) + offset)
-        found = None if other is None else Sides(one, other)
+        found = None if other is None else Documents(*(Leaf(each.node, each.dims) for each in (one, other)))
         if found is not None and _are_apart(reader, found, frozenset(batch), rows, columns):
             return found
     return None
@@ -259,14 +251,14 @@ def _sources(reader: Reader, value: Polynomial) -> list[tuple[Source, Coefficien
 
 
 def _are_apart(
-    reader: Reader, found: Sides, batch: frozenset[Axis], queries: frozenset[Axis], keys: frozenset[Axis]
+    reader: Reader, found: Documents, batch: frozenset[Axis], queries: frozenset[Axis], keys: frozenset[Axis]
 ) -> bool:
-    own = [frozenset(axis for dim in each.dims for axis in atoms(dim)) for each in (found.query, found.key)]
+    own = [each.axes for each in (found.query, found.key)]
     is_stable = not any(reader.effects.is_overwritten(each.node) for each in (found.query, found.key))
     return is_stable and own[0] <= batch | queries and own[1] <= batch | keys
 
 
-def in_one_document(reader: Reader, where: Predicate, *found: Sides) -> Predicate:
+def in_one_document(reader: Reader, where: Predicate, *found: Documents) -> Predicate:
     """A conjunction that says that a query and a key are of one document, with what that says of their positions.
 
     Where documents are runs of positions that grow by one, a distance of positions is one of indices:
@@ -284,13 +276,13 @@ def in_one_document(reader: Reader, where: Predicate, *found: Sides) -> Predicat
     return where
 
 
-def _are_same_rows(found: Sides, dim: int) -> bool:
+def _are_same_rows(found: Documents, dim: int) -> bool:
     one, two = found.query, found.key
     rest = [(*each.dims[:dim], *each.dims[dim + 1 :]) for each in (one, two)]
     return one.node is two.node and rest[0] == rest[1]
 
 
-def _positions(reader: Reader, source: Source) -> tuple[Polynomial, Polynomial, int] | None:
+def _positions(reader: Reader, source: Leaf) -> tuple[Polynomial, Polynomial, int] | None:
     """The position whose jumps a tensor counts, the index along which it does so, and the dimension."""
     calls = reader.effects.calls
     counted = calls.get(source.node)

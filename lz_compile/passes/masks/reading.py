@@ -146,8 +146,7 @@ def _renamed(meaning: Meaning, axes: Mapping[Axis, Axis]) -> Meaning:
 
     documents, slopes = meaning.documents, meaning.slopes
     if documents is not None:
-        own, other = dims_of(documents.query_dims), dims_of(documents.key_dims)
-        documents = replace(documents, query_dims=own, key_dims=other)
+        documents = Documents(*(replace(each, dims=dims_of(each.dims)) for each in (documents.query, documents.key)))
     if slopes is not None:
         slopes = replace(slopes, dims=dims_of(slopes.dims))
     flags = tuple(replace(flag, dims=dims_of(flag.dims)) for flag in meaning.flags)
@@ -275,14 +274,13 @@ class _Reading:
         parts = Parts(self.reader, self.axes, self.at, where)
         band, is_whole = mask_bands.band(parts.bounds, self.at)
         is_exact = is_whole and not parts.rest and len(parts.documents) < 2
-        sides = parts.documents[0] if parts.documents else None
         positional = [each for each in conjuncts(parts.where) if mask_bands.bounds(each, self.at) is None]
         found = Meaning(
             kept,
             None if where == TRUE else dropped,
             band,
             parts.flags,
-            None if sides is None else Documents(sides.query.node, sides.query.dims, sides.key.node, sides.key.dims),
+            next(iter(parts.documents), None),
             is_exact=is_exact,
             reach=mask_bands.reach_of(both(*positional), self.at) if positional else None,
             buffers=tuple(self.reader.buffers),

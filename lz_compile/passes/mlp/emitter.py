@@ -12,8 +12,8 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from lz_compile.ground.sizes import as_size, product
-from lz_compile.lowering.ops.mlp import MlpAttrs, MlpFacts, Operands
+from lz_compile.ground.sizes import as_size
+from lz_compile.lowering.ops.mlp import SHAPES, MlpAttrs, MlpFacts, Operands
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
@@ -21,7 +21,7 @@ from lz_compile.passes.formula.expressions import constant_value, is_cast
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of
 from lz_compile.passes.mlp.gated_form import Form
-from lz_compile.passes.rewriting.builder import Builder, Groups
+from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Cell, Found, Input, Match, Site, TableEmitter, Trial
 
@@ -37,6 +37,7 @@ class MlpEmitter(TableEmitter):
     """
 
     kind: ClassVar = Operands
+    result_shape: ClassVar = "N F"
 
     leaves: Mapping[str, Leaf]
     rows: tuple[Axis, ...]
@@ -74,15 +75,13 @@ class MlpEmitter(TableEmitter):
         return cls({"gate": leaf}, axes_of(dims[:at]), axes_of(dims[at:]), output, dims, attrs, halves)
 
     @property
-    def groups(self) -> Groups:
+    def runs(self) -> dict[str, tuple[Axis, ...]]:
         """Rows and columns."""
-        return (self.rows, self.hidden)
+        return {"N": self.rows, "F": self.hidden}
 
     def table(self) -> dict[str, Cell]:
         """What is there of gate, up and their biases."""
-        whole, row = self.groups, (self.hidden,)
-        groups: Mapping[str, Groups] = {"gate": whole, "up": whole, "gate_bias": row, "up_bias": row}
-        return {name: Cell(leaf, groups[name], is_whole=True) for name, leaf in self.leaves.items()}
+        return {name: Cell(leaf, self.axes(SHAPES[name]), is_whole=True) for name, leaf in self.leaves.items()}
 
     def operands(self, builder: Builder) -> Any:
         """Those of the table; halves are two parts of one tensor, which is arranged once."""
@@ -95,14 +94,9 @@ class MlpEmitter(TableEmitter):
         """The finished match."""
         rows = self._rows()
         inputs = {leaf.node: Input(leaf.dims, rows=rows.get(leaf.node, ())) for leaf in self.leaves.values()}
-        gate = self.leaves["gate"].node
-        facts = MlpFacts(
-            num_rows=product(axis.size for axis in self.rows),
-            intermediate_size=product(axis.size for axis in self.hidden),
-            dtype=known_tensor(gate).dtype,
-            device=known_tensor(self.output).device.type,
-            needs_grad=core.wants_grad(inputs),
-        )
+        dtype, device = known_tensor(self.leaves["gate"].node).dtype, known_tensor(self.output).device.type
+        count, width = self.extents("N F")
+        facts = MlpFacts(count, width, dtype, device, core.wants_grad(inputs))
         operands = {name: leaf.node for name, leaf in self.leaves.items() if not name.endswith("bias")}
         magnitudes = () if self.attrs.limit is None else (2 * self.attrs.limit,)
         return Match(

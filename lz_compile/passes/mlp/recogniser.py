@@ -7,9 +7,8 @@ after it are not part of the op.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -24,15 +23,14 @@ from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.mlp.emitter import MlpEmitter
 from lz_compile.passes.mlp.gated_form import Form, read_form
-from lz_compile.passes.rewriting.core import Core, find_core, is_dead
+from lz_compile.passes.rewriting.core import Core, core_between
 from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 from lz_compile.passes.rewriting.twins import Twins
 
-#: The emitter of an activation, its core, and everything that was read with its axes.
-Found: TypeAlias = tuple[MlpEmitter, Core, Mapping[fx.Node, Dims]]
+OP = "mlp"
 
 
-def read_activation(effects: Effects, supports: Supports, anchor: fx.Node) -> Found:
+def read_activation(effects: Effects, supports: Supports, anchor: fx.Node) -> Match:
     """The activation that ends in ``anchor``.
 
     Raises:
@@ -54,10 +52,10 @@ def read_activation(effects: Effects, supports: Supports, anchor: fx.Node) -> Fo
     if any(leaf.axes != hidden for name, leaf in leaves.items() if name.endswith("bias")):
         raise RefusedError("BIAS_NOT_A_ROW", "a bias is not one number per column", "add it to the projection")
     core = _core(region, [leaves[name].node for name in ("gate", "up") if name in leaves], anchor)
-    return MlpEmitter.of(effects, form, leaves, dims, core), core, region.interior
+    return MlpEmitter.of(effects, form, leaves, dims, core).match(OP, core, region.interior)
 
 
-def read_halves(effects: Effects, call: Call) -> Found:
+def read_halves(effects: Effects, call: Call) -> Match:
     """``F.glu``: the first half of a tensor times the sigmoid of the second.
 
     Raises:
@@ -74,7 +72,7 @@ def read_halves(effects: Effects, call: Call) -> Found:
     leaf = Leaf(effects.current(call.input, call.node), (*dims[:at], (halves, *dims[at]), *dims[at + 1 :]))
     core = Core((call.node,), effects.ambient(call.node))
     core.check(effects, {leaf.node: call.node})
-    return MlpEmitter.of_halves(leaf, halves, dims, at, call.node), core, {call.node: dims}
+    return MlpEmitter.of_halves(leaf, halves, dims, at, call.node).match(OP, core, {call.node: dims})
 
 
 @dataclass(frozen=True)
@@ -92,8 +90,8 @@ def _read(effects: Effects, anchor: fx.Node, dims: Dims, stops: _Stops) -> tuple
     """What was read, and the form that it has if its rows are as large as the result."""
     region = Region(effects, expand_masks=True, stops=stops, functions=BENDS)
     expression = region.express(anchor, dims)
-    symbols = sorted(expression.free_symbols & region.leaves.keys(), key=str)
-    rows = [symbol for symbol in symbols if region.leaves[symbol].node in stops]
+    symbols = region.leaves_in(expression)
+    rows = [symbol for symbol, leaf in symbols.items() if leaf.node in stops]
     weights = [symbol for symbol in symbols if symbol not in rows]
     span = set(axes_of(dims))
     if not 1 <= len(rows) <= 2 or any(region.leaves[symbol].axes != span for symbol in rows):
@@ -140,10 +138,7 @@ def _core(region: Region, rows: list[fx.Node], anchor: fx.Node) -> Core:
         RefusedError: someone else needs one of them, a mode changes, or an operand is overwritten.
     """
     effects = region.effects
-    cores = [find_core(effects, row, anchor) for row in rows]
-    between = {node for core in cores for node in core.nodes if node in region.interior or is_dead(node)}
-    nodes = sorted(between - {*rows, anchor}, key=effects.position.__getitem__)
-    core = replace(cores[0], nodes=(*nodes, anchor))
+    core = core_between(effects, rows, region.interior, anchor)
     if any(effects.ambient(node) != core.ambient for node in core.nodes):
         raise RefusedError("MODE_CHANGES_INSIDE", "autocast or gradient mode changes inside", "change it outside")
     edge = {leaf.node for leaf in region.leaves.values()}
@@ -153,9 +148,6 @@ def _core(region: Region, rows: list[fx.Node], anchor: fx.Node) -> Core:
         if_used="use the activation for its product only",
     )
     return core
-
-
-OP = "mlp"
 
 
 def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
@@ -192,14 +184,9 @@ class _Reader:
             MutatedError: an alias of a value was overwritten before it is read.
             LayoutError: a layout has no exact form in axes.
         """
-        return self.twins.read((anchor,), lambda: self._match(anchor))
-
-    def _match(self, anchor: fx.Node) -> Match:
         if self._is_glu(anchor):
-            emitter, core, read = read_halves(self.effects, self._call(anchor))
-        else:
-            emitter, core, read = read_activation(self.effects, self.supports, anchor)
-        return emitter.match(OP, core, read)
+            return self.twins.read((anchor,), lambda: read_halves(self.effects, self._call(anchor)))
+        return self.twins.read((anchor,), lambda: read_activation(self.effects, self.supports, anchor))
 
     def is_meant(self, anchor: fx.Node, refusal: RefusedError) -> bool:
         """Whether a refused anchor is clearly meant to be an activation of an MLP."""

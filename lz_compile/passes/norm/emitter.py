@@ -10,7 +10,6 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import product
 from lz_compile.lowering.ops.norm import NormAttrs, NormFacts, Operands
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf, Region
@@ -18,7 +17,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.moments import CALLS, Moments
 from lz_compile.passes.formula.normal_form import NormalForm
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Cell, Found, Input, Match, Site, TableEmitter, Trial
@@ -32,6 +31,7 @@ class NormEmitter(TableEmitter):
     """
 
     kind: ClassVar = Operands
+    result_shape: ClassVar = "N D"
 
     region: Region
     source: Leaf
@@ -52,9 +52,9 @@ class NormEmitter(TableEmitter):
         """What was read, with gain and shift told apart into operands of kernels and what comes after."""
         own = axes_of(moments.dims)
         hidden = tuple(axis for axis in own if axis in moments.hidden)
-        spans = _Spans(region, frozenset(hidden))
-        takes_gain = spans.all_of(form.gain)
-        takes_shift = spans.all_of(form.shift) and (takes_gain or form.gain == 1)
+        # A weight has one number for each element of a row, and the same for all rows.
+        takes_gain, takes_shift = ({*hidden} == region.axes_in(each) for each in (form.gain, form.shift))
+        takes_shift = takes_shift and (takes_gain or form.gain == 1)
         offset, weight = _without_offset(form.gain) if takes_gain else (0.0, sympy.S.One)
         after_gain = sympy.S.One if takes_gain else form.gain
         after_shift = sympy.S.Zero if takes_shift else form.shift
@@ -79,16 +79,14 @@ class NormEmitter(TableEmitter):
     def edge(self) -> dict[fx.Node, Dims]:
         """The nodes that the replacement reads, with their axes."""
         found = {self.source.node: self.source.dims}
-        for expression in (self.weight, self.bias, self.after_gain, self.after_shift):
-            for symbol in sorted(expression.free_symbols, key=str):
-                leaf = self.region.leaves[symbol]
-                found.setdefault(leaf.node, leaf.dims)
+        for leaf in self.region.leaves_in(self.weight, self.bias, self.after_gain, self.after_shift).values():
+            found.setdefault(leaf.node, leaf.dims)
         return found
 
     @property
-    def groups(self) -> Groups:
+    def runs(self) -> dict[str, tuple[Axis, ...]]:
         """Rows, and what is normalised over."""
-        return (self.rows, self.hidden)
+        return {"N": self.rows, "D": self.hidden}
 
     def table(self) -> dict[str, Cell]:
         """Input, and weight and bias where there are any."""
@@ -113,7 +111,7 @@ class NormEmitter(TableEmitter):
         return builder.restore(value.to(target), each, self.output_dims)
 
     def _formula(self, expression: sympy.Expr, groups: Groups) -> Cell:
-        kinds = [tensor_of(self.region.leaves[symbol].node) for symbol in expression.free_symbols]
+        kinds = [tensor_of(leaf.node) for leaf in self.region.leaves_in(expression).values()]
         wide = torch.promote_types(torch.float32, self.attrs.out_dtype)
         for kind in kinds:
             wide = wide if kind is None else torch.promote_types(wide, kind.dtype)
@@ -129,16 +127,12 @@ class NormEmitter(TableEmitter):
     def match(self, op: str, core: Core) -> Match:
         """The finished match."""
         inputs = {node: Input(dims) for node, dims in self.edge().items()}
-        source_dtype = tensor_of(self.source.node).dtype  # type: ignore[union-attr]
+        source_dtype = known_tensor(self.source.node).dtype
         eps = math.sqrt(self.attrs.eps) if self.attrs.eps_at == "inside" else self.attrs.eps
         tiny = max(torch.finfo(source_dtype).tiny, torch.finfo(self.attrs.compute_dtype).tiny ** 0.5)
-        facts = NormFacts(
-            num_rows=product(axis.size for axis in self.rows),
-            hidden_size=product(axis.size for axis in self.hidden),
-            dtype=source_dtype,
-            device=tensor_of(self.output).device.type,  # type: ignore[union-attr]
-            needs_grad=core.wants_grad(inputs),
-        )
+        device = known_tensor(self.output).device.type
+        rows, width = self.extents("N D")
+        facts = NormFacts(rows, width, source_dtype, device, core.wants_grad(inputs))
         own = "torch.norm" if self._is_one_call(core) else None
         magnitudes = (eps,) if eps > tiny else ()
         return Match(
@@ -147,19 +141,6 @@ class NormEmitter(TableEmitter):
             Found(self.attrs, facts, inputs, {"input": self.source.node}, self, source_kernel=own),
             Trial(pinned=frozenset(self.hidden), magnitudes=magnitudes, masked_rows_count=False),
         )
-
-
-@dataclass(frozen=True)
-class _Spans:
-    """Says of expressions whether they have one number for each element of a row, and the same for all rows."""
-
-    region: Region
-    hidden: frozenset[Axis]
-
-    def all_of(self, expression: sympy.Expr) -> bool:
-        symbols = expression.free_symbols
-        axes = {axis for symbol in symbols for axis in axes_of(self.region.leaves[symbol].dims)}
-        return bool(symbols) and axes == self.hidden
 
 
 def _without_offset(gain: sympy.Expr) -> tuple[float, sympy.Expr]:
@@ -183,7 +164,7 @@ def _rounded_to(region: Region, form: NormalForm, moments: Moments, core: Core) 
     """The narrowest dtype that the normalised row passes through before the first weight."""
     narrowest = _compute_dtype(region, moments)
     position = region.effects.position
-    has_weights = bool((form.gain.free_symbols | form.shift.free_symbols) & region.leaves.keys())
+    has_weights = bool(region.leaves_in(form.gain, form.shift))
     for node in core.nodes:
         tensor = tensor_of(node)
         if tensor is None or position[node] <= position[moments.squared[0]] or not tensor.is_floating_point():

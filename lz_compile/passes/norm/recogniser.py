@@ -200,9 +200,8 @@ def _of_several(effects: Effects, anchor: fx.Node, results: list[fx.Node]) -> Re
 def _beside_squares(expression: sympy.Expr, moments: Moments) -> fx.Node | None:
     """A statistic of another tensor that stands under the same root as the squares of the row."""
     roots = [power.base for power in expression.atoms(sympy.Pow) if not power.exp.is_integer]
-    symbols = {symbol for base in roots if base.has(MEAN_SQUARE) for symbol in base.free_symbols}
-    nodes = (moments.region.leaves[symbol].node for symbol in symbols & moments.region.leaves.keys())
-    calls = {node: moments.effects.calls.get(node) for node in nodes}
+    leaves = moments.region.leaves_in(*(base for base in roots if base.has(MEAN_SQUARE))).values()
+    calls = {leaf.node: moments.effects.calls.get(leaf.node) for leaf in leaves}
     return next((node for node, call in calls.items() if call is not None and call.name in STATISTICS), None)
 
 
@@ -252,8 +251,7 @@ def check_weights(region: Region, form: NormalForm, moments: Moments) -> None:
         raise RefusedError(
             "NO_NORM", "a weight is a function of which kernels know nothing", "multiply by it afterwards"
         )
-    for symbol in (form.gain.free_symbols | form.shift.free_symbols) & region.leaves.keys():
-        leaf = region.leaves[symbol]
+    for leaf in region.leaves_in(form.gain, form.shift).values():
         if tensor_of(leaf.node) is None:  # a number
             continue
         is_given = leaf.node.op in ("placeholder", "get_attr")

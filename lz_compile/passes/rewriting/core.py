@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -154,6 +154,15 @@ def find_core(effects: Effects, first: fx.Node, output: fx.Node, *, is_operand: 
     dead = {user for node in (first, *order) if node is not output for user in dead_users(node)}
     nodes = sorted({first, *order} | dead, key=effects.position.__getitem__)
     return Core((*(node for node in nodes if node is not output), output), effects.ambient(output))
+
+
+def core_between(effects: Effects, edges: Iterable[fx.Node], inside: Container[fx.Node], output: fx.Node) -> Core:
+    """Of the nodes on paths from ``edges`` to ``output``, those that are ``inside``, or that nobody looks at."""
+    firsts = {*edges}
+    cores = [find_core(effects, each, output) for each in firsts if effects.position[each] < effects.position[output]]
+    between = {node for core in cores for node in core.nodes if node in inside or is_dead(node)}
+    nodes = sorted(between - {*firsts, output}, key=effects.position.__getitem__)
+    return Core((*nodes, output), effects.ambient(output))
 
 
 def _overwritten(effects: Effects, read: fx.Node, reader: fx.Node) -> RefusedError:

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.reasons import Reason
+from lz_compile.ground.sizes import Size, product
 from lz_compile.lowering.operands import Operands
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError
@@ -22,7 +23,6 @@ from lz_compile.passes.graph.view import EMITTED, where_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 
 if TYPE_CHECKING:
-    from lz_compile.passes.rewriting.builder import Builder
     from lz_compile.passes.rewriting.core import Core
 
 
@@ -240,12 +240,11 @@ class Match:
     def moved(self, names: Mapping[fx.Node, fx.Node], prototype: Match, renamed: Mapping[fx.Node, fx.Node]) -> Match:
         """The same of other nodes, which ``names`` gives; what is an input there need not be hoisted."""
         site, found, output = self.site, self.found, names[self.site.output]
-        hoisted = [names[node] for node in site.hoisted if node in names]
         site = replace(
             site,
             output=output,
             extra_outputs=tuple(names[node] for node in site.extra_outputs),
-            hoisted=tuple(node for node in hoisted if node.op != "placeholder"),
+            hoisted=tuple(names[node] for node in site.hoisted if node in names and names[node].op != "placeholder"),
             core=tuple(names[node] for node in site.core),
             read={names[node]: dims for node, dims in site.read.items() if node in names},
             where=where_of(output),
@@ -261,8 +260,7 @@ class Match:
     def assuming_finite(self) -> Match:
         """The same for inputs without NaN and infinities."""
         inputs = {node: replace(each, rows=(), dropped=(), selects=False) for node, each in self.found.inputs.items()}
-        found = replace(self.found, attributes=self.attributes.assuming_finite(), inputs=inputs)
-        return replace(self, found=found)
+        return replace(self, found=replace(self.found, attributes=self.attributes.assuming_finite(), inputs=inputs))
 
 
 @dataclass(frozen=True)
@@ -283,8 +281,7 @@ class Cell:
     def value(self, builder: Builder) -> Any:
         """The operand in its canonical layout."""
         if isinstance(self.what, Leaf):
-            given = builder.value(self.what.node)
-            value = builder.arrange(given, self.what.dims, self.groups, expand=self.is_whole)
+            value = builder.arrange(builder.value(self.what.node), self.what.dims, self.groups, expand=self.is_whole)
             return value.detach() if self.is_detached else value
         assert self.region is not None, "a formula speaks of the leaves of a region"
         return builder.evaluate(self.what, self.region.leaves, self.groups, self.dtype)
@@ -294,28 +291,36 @@ class TableEmitter:
     """What is alike in emitters: operands by :meth:`table`, and a result that only moves.
 
     The attributes are the same at all sizes, and imply nothing about the values of inputs. What is different overrides it.
+    ``result_shape`` are the dimensions of the kernel's result by the letters of the op's ``SHAPES``, as operands' are there.
     """
 
     kind: ClassVar[type[Operands]]
+    result_shape: ClassVar[str] = ""
     attrs: Any
     output_dims: Dims
 
     def table(self) -> Mapping[str, Cell]:
-        """What each operand is.
+        """What each operand is; an emitter that makes its operands itself has no table."""
+        return {}
 
-        Raises:
-            NotImplementedError: the emitter has no table, and makes its operands itself.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no table of operands")
+    @property
+    def runs(self) -> Mapping[str, tuple[Axis, ...]]:
+        """The axes that each letter of the op's legend stands for."""
+        return {}
+
+    def axes(self, letters: str) -> tuple[tuple[Axis, ...], ...]:
+        """The axes of some dimensions, one group for each; that of one element has none."""
+        runs = self.runs
+        return tuple(() if letter == "1" else runs[letter.removesuffix("|1")] for letter in letters.split())
+
+    def extents(self, letters: str) -> list[Size]:
+        """The sizes of some dimensions."""
+        return [product(axis.size for axis in group) for group in self.axes(letters)]
 
     @property
     def groups(self) -> Groups:
-        """The axes of the kernel's result, one group for each of its dimensions.
-
-        Raises:
-            NotImplementedError: the emitter has no such groups, and makes its result itself.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no groups of axes")
+        """The axes of the kernel's result, one group for each of its dimensions."""
+        return self.axes(self.result_shape)
 
     def operands(self, builder: Builder) -> Any:
         """The op's operands in its canonical layout, in the order of the table."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial, reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import sympy
 import torch
 from torch import fx
 
 from lz_compile.ground.sizes import product
-from lz_compile.lowering.ops.rope import Operands, RopeAttrs, RopeFacts, joined
+from lz_compile.lowering.ops.rope import SHAPES, Operands, RopeAttrs, RopeFacts, joined
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of
 from lz_compile.passes.formula.parts import Known
@@ -29,6 +29,8 @@ _PRODUCTS = frozenset({"mul", "add", "sub", "addcmul", "rsub", "complex"})
 @dataclass(frozen=True)
 class RopeEmitter(TableEmitter):
     """``op(input, cos, sin)``; ``batch``, ``heads`` and ``positions`` are the rows: tables have no heads."""
+
+    result_shape: ClassVar = "B H S D"
 
     rotation: Rotation
     batch: tuple[Axis, ...]
@@ -58,9 +60,14 @@ class RopeEmitter(TableEmitter):
         return cls(rotation, first, heads, positions, attrs)
 
     @property
-    def groups(self) -> Groups:
-        """The axes of the canonical input."""
-        return (self.batch, self.heads, self.positions, self.rotation.features)
+    def runs(self) -> dict[str, tuple[Axis, ...]]:
+        """Rows and features; those that are turned are fewer."""
+        rows, turned = {"B": self.batch, "H": self.heads, "S": self.positions}, (self.rotation.pairs,)
+        return {
+            **rows,
+            "D": self.rotation.features,
+            "W": turned if self.attrs.has_half_tables else self.rotation.turned,
+        }
 
     def edge(self) -> dict[fx.Node, Dims]:
         """The nodes that the replacement reads, with their axes."""
@@ -91,12 +98,11 @@ class RopeEmitter(TableEmitter):
         return Operands(given, self._table(builder, rotation.cos), self._table(builder, rotation.sin))
 
     def _table(self, builder: Builder, table: Table) -> Any:
-        rows: Groups = (self.batch, (), self.positions)
+        groups = self.axes(SHAPES["cos"])
         if table.second is not None:
-            groups = (*rows, (self.rotation.pairs,))
-            first, second = (self._value(builder, each, table, groups) for each in (table.expression, table.second))
+            halves = (*groups[:-1], (self.rotation.pairs,))
+            first, second = (self._value(builder, each, table, halves) for each in (table.expression, table.second))
             return joined(first, second, self.attrs.is_interleaved)
-        groups = (*rows, (self.rotation.pairs,) if self.attrs.has_half_tables else self.rotation.turned)
         return self._value(builder, table.expression, table, groups)
 
     @staticmethod
@@ -150,18 +156,11 @@ class RopeEmitter(TableEmitter):
 
     def _facts(self, core: Core, inputs: Mapping[fx.Node, Dims]) -> RopeFacts:
         rotation, source = self.rotation, known_tensor(self.rotation.source)
-        return RopeFacts(
-            batch=product(axis.size for axis in self.batch),
-            heads=product(axis.size for axis in self.heads),
-            query_len=product(axis.size for axis in self.positions),
-            head_dim=product(axis.size for axis in atoms(rotation.features)),
-            rotary_dim=self.attrs.rotary_dim,
-            dtype=source.dtype,
-            device=source.device.type,
-            table_dtype=torch.promote_types(_dtype(rotation.cos), _dtype(rotation.sin)),
-            needs_grad=core.wants_grad(inputs),
-            tables_need_grad=core.wants_grad(node for node in inputs if node is not rotation.source),
-        )
+        table_dtype = torch.promote_types(_dtype(rotation.cos), _dtype(rotation.sin))
+        wants = core.wants_grad(inputs), core.wants_grad(node for node in inputs if node is not rotation.source)
+        batch, heads, length, width = self.extents("B H S D")
+        known = self.attrs.rotary_dim, source.dtype, source.device.type, table_dtype
+        return RopeFacts(batch, heads, length, width, *known, *wants)
 
 
 def _leaf(builder: Builder, leaf: Leaf, groups: Groups) -> Any:

@@ -7,17 +7,18 @@ zero the lengths do not matter.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.lowering.ops.routing import EPS
 from lz_compile.passes.formula import contraction
+from lz_compile.passes.formula.activations import AT_LEAST, BENDS, evaluate
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, broadcast_from
 from lz_compile.passes.formula.pointwise import Rule
@@ -147,13 +148,12 @@ def _general(mask: Leaf, why: str) -> RefusedError:
 
 def _threshold(mask: Leaf, difference: sympy.Expr) -> float:
     """The cosine at which a difference changes its sign, for all lengths; RefusedError where there is none."""
-    function = sympy.lambdify((DOT, LENGTH_A, LENGTH_V), difference, modules=[{"Max": max}, "math"])
 
     def value(cosine: float, length: float, other: float) -> float:
-        try:
-            return float(function(cosine * length * other, length**2, other**2))
-        except (ZeroDivisionError, OverflowError):
-            return math.nan
+        numbers = {DOT: cosine * length * other, LENGTH_A: length**2, LENGTH_V: other**2}
+        return float(
+            evaluate(difference, {symbol: torch.tensor(x, dtype=torch.float64) for symbol, x in numbers.items()})
+        )
 
     lengths = [(length, other) for length in (1.0, 0.03, 7.0, 300.0, 1e-5, 1e-7, 1e-9) for other in (0.2, 1.0, 5.0)]
     zero = all(value(c, *each) * c > 0 for each in lengths for c in (-1.0, -0.3, -1e-3, 1e-3, 0.2, 1.0))
@@ -334,7 +334,7 @@ def _cosine_similarity(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
     whole.insert(at % rank, (axis,))
     operands = [(node, broadcast_from(tuple(whole), shape)) for node, shape in zip(given, shapes, strict=True)]
     one, other = reader.over(axis, operands, call.node)
-    lengths = [sympy.Max(sympy.sqrt(reader.total(each**2)), sympy.Float(floor)) for each in (one, other)]
+    lengths = [AT_LEAST(sympy.sqrt(reader.total(each**2)), sympy.Float(floor)) for each in (one, other)]
     return reader.total(one * other) / (lengths[0] * lengths[1])
 
 
@@ -347,16 +347,7 @@ def _normalize(region: Region, call: Call, dims: Dims) -> sympy.Expr:
     if not is_along or power != 2:
         raise _OtherError("normalises along something else than the rank")
     element = region.express(call.input, dims, call.node)
-    return element / sympy.Max(sympy.sqrt(region.total(element**2)), sympy.Float(floor))
-
-
-def _clamp(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-    if call.get("max") is not None:
-        raise _OtherError("clamps from above")
-    bound = call.get("min", call.get("other"))
-    if bound is None:
-        raise _OtherError("takes the largest of several numbers")
-    return sympy.Max(region.operand(call, "input", dims), region.express(bound, (), call.node))
+    return element / AT_LEAST(sympy.sqrt(region.total(element**2)), sympy.Float(floor))
 
 
 _REDUCTIONS: Mapping[str, Callable[[_Reader, Call, Dims], sympy.Expr]] = {
@@ -367,6 +358,6 @@ _REDUCTIONS: Mapping[str, Callable[[_Reader, Call, Dims], sympy.Expr]] = {
 }
 _FUNCTIONS: Mapping[str, Rule] = {
     "normalize": _normalize,
-    **dict.fromkeys(("clamp", "clamp_min", "maximum"), _clamp),
+    **{name: BENDS[name] for name in ("clamp", "clamp_min", "maximum")},
     "detach": lambda region, call, dims: region.operand(call, "input", dims),
 }

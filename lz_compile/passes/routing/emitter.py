@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import product
-from lz_compile.lowering.ops.routing import SHAPES, SIZES, Operands, RoutingAttrs, RoutingFacts
+from lz_compile.lowering.ops.routing import SHAPES, Operands, RoutingAttrs, RoutingFacts
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.graph.view import known_tensor, tensor_of
-from lz_compile.passes.rewriting.builder import Builder, Groups
+from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, TableEmitter, Trial
 from lz_compile.passes.routing.cosine_mask import Cosine
@@ -34,26 +33,6 @@ class Operand:
 
 
 @dataclass(frozen=True)
-class Places:
-    """The axes of the canonical layout, by the letters of the op's ``SHAPES``."""
-
-    runs: Mapping[str, Run]
-
-    def of(self, letters: str) -> Groups:
-        """Those of some letters."""
-        return tuple(self.runs[letter] for letter in letters.replace("|1", "").split())
-
-    def groups(self, name: str, dims: Dims) -> Groups:
-        """The dimensions of an operand."""
-        gate = "G S R" if self.are_tokens(dims) else "G R"
-        return self.of(gate if name == "gate" else SHAPES[name])
-
-    def are_tokens(self, dims: Dims) -> bool:
-        """Whether something differs between the tokens of a rollout."""
-        return not set(self.runs["S"]).isdisjoint(axes_of(dims))
-
-
-@dataclass(frozen=True)
 class RoutingEmitter(TableEmitter):
     """``op(x, vh, u, delta, a_q, b_q, ...)``; every operand is a product of tensors (the base: a sum).
 
@@ -61,8 +40,10 @@ class RoutingEmitter(TableEmitter):
     source reads although it makes no difference.
     """
 
+    result_shape: ClassVar = "G S E"
+
     parts: Mapping[str, tuple[Operand, ...]]
-    places: Places
+    letters: Mapping[str, Run]
     output: fx.Node
     output_dims: Dims
     matrix_dtype: torch.dtype
@@ -84,10 +65,10 @@ class RoutingEmitter(TableEmitter):
     ) -> RoutingEmitter:
         """What was read, over the axes of the result."""
         parts = {name: own for name, own in parts.items() if own}
-        places = _places(parts, output_dims)
+        runs = _runs(parts, output_dims)
         kinds = [tensor.dtype for tensor in map(tensor_of, products) if tensor is not None]
         gate = parts.get("gate")
-        is_per_token = gate is not None and places.are_tokens(gate[0].leaf.dims)
+        is_per_token = gate is not None and not set(runs["S"]).isdisjoint(axes_of(gate[0].leaf.dims))
         out = known_tensor(output)
         attrs = RoutingAttrs(
             arm="none" if cosine is None else "act",
@@ -98,7 +79,7 @@ class RoutingEmitter(TableEmitter):
             out_dtype=out.dtype,
         )
         matrix_dtype = max(kinds, key=lambda kind: kind.itemsize)
-        return cls(parts, places, output, output_dims, matrix_dtype, attrs, ties, unread)
+        return cls(parts, runs, output, output_dims, matrix_dtype, attrs, ties, unread)
 
     def operands(self, builder: Builder) -> Operands:
         """Everything that there is, in the canonical layout."""
@@ -113,7 +94,8 @@ class RoutingEmitter(TableEmitter):
                 is_other = name in _MATRICES and value.dtype != self.matrix_dtype
                 value = value.to(self.matrix_dtype) if is_other else value
             if axes_of(part.leaf.dims) or name == "base":
-                groups = self.places.groups(name, part.leaf.dims)
+                gate = "G S R" if self.attrs.gate == "token" else "G R"
+                groups = self.axes(gate if name == "gate" else SHAPES[name])
                 value = builder.arrange(value, part.leaf.dims, groups, expand=True)
             value = value if part.number == 1 else value * part.number
             if total is None:
@@ -123,9 +105,9 @@ class RoutingEmitter(TableEmitter):
         return total
 
     @property
-    def groups(self) -> Groups:
-        """Rollouts, tokens and outputs."""
-        return self.places.of("G S E")
+    def runs(self) -> Mapping[str, Run]:
+        """Rollouts and tokens, features, and ranks."""
+        return self.letters
 
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""
@@ -143,15 +125,9 @@ class RoutingEmitter(TableEmitter):
         def wants_grad(*names: str) -> bool:
             return core.wants_grad(part.leaf.node for name in names for part in self.parts.get(name, ()))
 
-        counts = (product(axis.size for axis in axes) for axes in self.places.of("G S D E R Q"))
-        sizes: dict[str, Any] = dict(zip(SIZES, counts, strict=True))
-        return RoutingFacts(
-            **sizes,
-            dtype=self.matrix_dtype,
-            device=known_tensor(self.output).device.type,
-            needs_grad=wants_grad(*self.parts),
-            basis_needs_grad=wants_grad("vh", "u"),
-        )
+        device, wants = known_tensor(self.output).device.type, (wants_grad(*self.parts), wants_grad("vh", "u"))
+        groups, length, features, outputs, rank, few = self.extents("G S D E R Q")
+        return RoutingFacts(groups, length, features, outputs, rank, few, self.matrix_dtype, device, *wants)
 
     def _formula(self) -> str:
         gate = {"none": "", "rollout": " * c[rollout]", "token": " * c[token]"}[self.attrs.gate]
@@ -160,7 +136,7 @@ class RoutingEmitter(TableEmitter):
         return f"{layer}U ((Vh x{gate}) * delta){stopped} + B (A x)"
 
 
-def _places(parts: Mapping[str, tuple[Operand, ...]], output_dims: Dims) -> Places:
+def _runs(parts: Mapping[str, tuple[Operand, ...]], output_dims: Dims) -> dict[str, Run]:
     x = axes_of(parts["x"][0].leaf.dims)
     every = axes_of(output_dims)
     tokens = tuple(axis for axis in every if axis in set(x))
@@ -179,4 +155,4 @@ def _places(parts: Mapping[str, tuple[Operand, ...]], output_dims: Dims) -> Plac
         rollouts = tuple(axis for axis in tokens if axis in first)
     others = tuple(axis for axis in tokens if axis not in set(rollouts))
     quarantine = tuple(axis for axis in few if axis not in set(features))
-    return Places({"G": rollouts, "S": others, "D": features, "E": outputs, "R": rank, "Q": quarantine})
+    return {"G": rollouts, "S": others, "D": features, "E": outputs, "R": rank, "Q": quarantine}

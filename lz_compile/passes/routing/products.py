@@ -59,7 +59,7 @@ class Products(Region):
     def _express_call(self, call: Call, dims: Dims) -> sympy.Expr:
         expression = super()._express_call(call, dims)
         if call.name == "dropout" and expression.has(DROPOUT):
-            self.dropped |= {self.leaves[symbol].node for symbol in expression.free_symbols & self.leaves.keys()}
+            self.dropped |= {leaf.node for leaf in self.leaves_in(expression).values()}
         return expression
 
     def _product(self, call: Call, dims: Dims) -> sympy.Expr:
@@ -128,10 +128,7 @@ def _repeated(factor: sympy.Expr) -> list[sympy.Expr]:
 def _detach(region: Region, call: Call, dims: Dims) -> sympy.Expr:
     assert isinstance(region, Products), "only products know detached leaves"
     expression = region.express(call.input, dims, call.node)
-    named: Mapping[sympy.Symbol, sympy.Symbol] = {
-        symbol: region.detached(symbol) for symbol in expression.free_symbols & region.leaves.keys()
-    }
-    return expression.xreplace(dict(named))
+    return expression.xreplace({symbol: region.detached(symbol) for symbol in region.leaves_in(expression)})
 
 
 def _diagonal(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
 
 import sympy
 from torch import fx
@@ -20,15 +19,14 @@ from lz_compile.passes.graph.effects import Effects, MutatedError
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import known_tensor, tensor_of
-from lz_compile.passes.rewriting.core import Core, find_core, is_dead
+from lz_compile.passes.rewriting.core import Core, core_between, is_dead
+from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.routing.cosine_mask import Activation, Cosine, cosine_of
 from lz_compile.passes.routing.emitter import Operand, RoutingEmitter
 from lz_compile.passes.routing.products import DETACHED, FUNCTIONS, Products, Summands, Term
 from lz_compile.passes.routing.roles import Adapter, Kept, Layer, Role, kept_of, role_of
 
-#: The emitter, its core, and everything that was read with its axes.
-Found: TypeAlias = tuple[RoutingEmitter, Core, Mapping[fx.Node, Dims]]
-
+OP = "routing"
 #: How many values are tried as the input of both adapters, and how much is computed to make a weight.
 _INPUTS, _WEIGHT = 6, 12
 
@@ -67,7 +65,7 @@ class Reader:
     summands: Summands
     _dropped: set[fx.Node] = field(default_factory=set)
 
-    def read(self, anchor: fx.Node) -> Found | None:
+    def read(self, anchor: fx.Node) -> Match | None:
         """The routed adapter in the sum ``anchor``; None where there is none.
 
         Raises:
@@ -94,7 +92,7 @@ class Reader:
 
     # ---- which sum -----------------------------------------------------------------------------------------------
 
-    def _with_input(self, anchor: fx.Node, source: fx.Node) -> Found | None:
+    def _with_input(self, anchor: fx.Node, source: fx.Node) -> Match | None:
         found, sums = self.summands.of(anchor)
         edge = Edge(self.effects, source)
         roles = {node: self._roles(node, edge, set(sums)) for node in found if edge.depends(node)}
@@ -155,7 +153,7 @@ class Reader:
 
     # ---- what it is made of --------------------------------------------------------------------------------------
 
-    def _finish(self, output: fx.Node, edge: Edge, low_rank: set[fx.Node], layers: set[fx.Node]) -> Found:
+    def _finish(self, output: fx.Node, edge: Edge, low_rank: set[fx.Node], layers: set[fx.Node]) -> Match:
         found = self._sum(output, edge, low_rank, layers)
         products = [tensor_of(node) for node in found.region.products]
         if found.layer is not None and len({tensor.dtype for tensor in products if tensor is not None}) > 1:
@@ -174,7 +172,7 @@ class Reader:
         edges = {node: readers.get(node, output) for node in nodes}
         core = self._core(edges, set(interior) - set(nodes), output, cosine, unread)
         emitter = RoutingEmitter.of(operands, found.dims, output, core, found.region.products, ties, cosine, unread)
-        return emitter, core, interior
+        return emitter.match(OP, core, interior)
 
     def _sum(self, output: fx.Node, edge: Edge, low_rank: set[fx.Node], layers: set[fx.Node]) -> _Sum:
         summands, sums = self.summands.of(output)
@@ -223,12 +221,10 @@ class Reader:
         Raises:
             RefusedError: someone else needs one of them, a mode changes, or an operand is overwritten.
         """
-        place = self.effects.position
-        cores = [find_core(self.effects, edge, output) for edge in edges if place[edge] < place[output]]
-        between = {node for core in cores for node in core.nodes if node in inside or is_dead(node)} - set(edges)
-        nodes = self._without_shared(sorted(between - {output}, key=place.__getitem__), output)
+        found = core_between(self.effects, edges, inside, output)
+        nodes = self._without_shared([*found.nodes[:-1]], output)
         dead = self._only_for(unread, {*nodes, output})
-        nodes = sorted({*nodes, *dead}, key=place.__getitem__)
+        nodes = sorted({*nodes, *dead}, key=self.effects.position.__getitem__)
         ungraded = dead if cosine is None else dead | set(cosine.interior)
         core = Core((*nodes, output), self.effects.ambient(output), frozenset(ungraded))
         core.check(

@@ -21,9 +21,7 @@ from lz_compile.passes.graph.view import tensor_of, tensor_operands, where_of
 from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 from lz_compile.passes.rewriting.twins import Twins
 from lz_compile.passes.routing.products import Summands
-from lz_compile.passes.routing.reading import Reader
-
-OP = "routing"
+from lz_compile.passes.routing.reading import OP, Reader
 
 
 def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
@@ -33,20 +31,12 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     def read(anchor: fx.Node) -> Match | NearMiss | None:
         sums = summands.of(anchor)[1]
         driver.covered.update(sums)
-        return twins.read(sums, lambda: _read(effects, summands, anchor))
+        return twins.read(sums, lambda: Reader(effects, summands).read(anchor))
 
     for found in driver.walk(reversed(graph.nodes), summands.is_sum, read):  # the last addition of a sum is met first
         if isinstance(found, Match):
             yield from gates.notices(OP, found)
         yield found
-
-
-def _read(effects: Effects, summands: Summands, anchor: fx.Node) -> Match | None:
-    found = Reader(effects, summands).read(anchor)
-    if found is None:
-        return None
-    emitter, core, read = found
-    return emitter.match(OP, core, read)
 
 
 # ---- gates of tokens -------------------------------------------------------------------------------------------------

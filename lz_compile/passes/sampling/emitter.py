@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import Size, product
 from lz_compile.lowering.kernels.sampling import open_ties
 from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFacts, Ties
 from lz_compile.lowering.spelled import spelled
@@ -26,12 +25,12 @@ from lz_compile.passes.sampling.excerpt import Excerpt, Scores
 from lz_compile.passes.sampling.logit_processors import LogitProcessors, Part
 from lz_compile.passes.sampling.probes import Limit, Limits
 
-Groups = tuple[tuple[Axis, ...], tuple[Axis, ...]]
-
 
 @dataclass(frozen=True)
 class SamplingEmitter(TableEmitter):
     """``op(logits, bitmask, bias, temperature, top_k, top_p, min_p)`` over rows and tokens."""
+
+    result_shape: ClassVar = "N V"
 
     processors: LogitProcessors
     limits: Limits
@@ -62,13 +61,14 @@ class SamplingEmitter(TableEmitter):
         return cls(processors, limits, found, output, attrs)
 
     @property
-    def _groups(self) -> Groups:
-        return self.output.rows, (self.output.vocab,)
+    def runs(self) -> dict[str, tuple[Axis, ...]]:
+        """Rows and tokens."""
+        return {"N": self.output.rows, "V": (self.output.vocab,)}
 
     def operands(self, builder: Builder) -> Operands:
         """Logits, and what there is besides."""
         processors = self.processors
-        logits = builder.arrange(builder.value(processors.logits.node), processors.logits.dims, self._groups)
+        logits = builder.arrange(builder.value(processors.logits.node), processors.logits.dims, self.groups)
         kind = torch.float64 if logits.dtype == torch.float64 else torch.float32
         found: dict[str, Any] = {"logits": logits}
         if processors.masks:
@@ -100,12 +100,9 @@ class SamplingEmitter(TableEmitter):
 
     def _by_row(self, builder: Builder, part: Part, *, is_wide: bool = False) -> Any:
         """``[N or 1, V]``."""
-        rows, tokens = self._groups
-        own = set(axes_of(part.dims))
-        value = builder.arrange(builder.value(part.node), part.dims, (rows, tokens))
-        if is_wide and not own & set(tokens):
-            value = value.expand(-1, builder.size(tokens))
-        return value
+        value = builder.arrange(builder.value(part.node), part.dims, self.groups)
+        is_narrow = self.output.vocab not in axes_of(part.dims)
+        return value.expand(-1, builder.size((self.output.vocab,))) if is_wide and is_narrow else value
 
     def _temperature(self, builder: Builder, logits: Any, kind: torch.dtype) -> Any:
         """``[N or 1]``; a row that the source divides by zero is no distribution."""
@@ -149,7 +146,7 @@ class SamplingEmitter(TableEmitter):
 
     def result(self, builder: Builder, value: Any) -> Any:
         """The kernel's ``[N, V]`` in the layout of the node that it replaces."""
-        restored = builder.restore(value, self._groups, self.output.dims)
+        restored = builder.restore(value, self.groups, self.output.dims)
         if not self.attrs.leaves_ties_open:
             return restored
         dim = next(at for at, each in enumerate(self.output.dims) if self.output.vocab in each)
@@ -190,10 +187,8 @@ class SamplingEmitter(TableEmitter):
 
     def _facts(self, core: Core) -> SamplingFacts:
         logits = known_tensor(self.processors.logits.node)
-        rows: Size = product(axis.size for axis in self.output.rows)
-        return SamplingFacts(
-            rows, self.output.vocab.size, logits.dtype, logits.device.type, core.wants_grad(self.found.inputs)
-        )
+        rows, vocab = self.extents("N V")
+        return SamplingFacts(rows, vocab, logits.dtype, logits.device.type, core.wants_grad(self.found.inputs))
 
     def _formula(self) -> str:
         processors = self.processors

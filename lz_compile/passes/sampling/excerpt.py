@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from lz_compile.ground import events
 from lz_compile.ground.sizes import product, shape_of
@@ -145,9 +146,13 @@ class Excerpt:
 
 def _numbers_of(nodes: Iterable[fx.Node]) -> tuple[float, ...]:
     found: dict[float, None] = {}
-    for node in nodes:
-        for value in _numbers((node.args, node.kwargs)):
+
+    def note(value: Any) -> None:
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
             found.setdefault(value)
+
+    for node in nodes:
+        map_aggregate((node.args, node.kwargs), note)
     return tuple(found)
 
 
@@ -349,15 +354,3 @@ def _sources(effects: Effects, node: fx.Node) -> list[fx.Node]:
         if effects.position[writer] < at and effects.owner(target) in owners
     ]
     return found
-
-
-def _numbers(value: Any) -> Iterator[float]:
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for each in value:
-            yield from _numbers(each)
-    elif isinstance(value, slice):
-        yield from _numbers((value.start, value.stop, value.step))
-    elif isinstance(value, dict):
-        yield from _numbers(tuple(value.values()))

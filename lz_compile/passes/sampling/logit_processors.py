@@ -15,7 +15,7 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of, broadcast_from, resolve
-from lz_compile.passes.formula.expressions import constant_value, is_cast
+from lz_compile.passes.formula.expressions import constant_value, is_cast, is_lossless
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.sampling.excerpt import Affected, Scores
@@ -111,11 +111,9 @@ class _Reader:
         tensor = tensor_of(call.node)
         if source is None or tensor is None:
             return None
-        if (
-            call.name == "clone"
-            or (is_cast(call) and self._is_exact(source, tensor.dtype))
-            or call.name == "contiguous"
-        ):
+        if call.name in ("clone", "contiguous"):
+            return source
+        if is_cast(call) and is_lossless(known_tensor(source).dtype, tensor.dtype):
             return source
         if layout.rearranges(call) and not is_cast(call):
             return source
@@ -128,13 +126,6 @@ class _Reader:
         if call.name in ("add", "sub") and call.get("alpha") is None:
             return self._added(call, scores)
         return None
-
-    def _is_exact(self, source: fx.Node, kind: torch.dtype) -> bool:
-        """Whether a cast loses nothing."""
-        tensor = tensor_of(source)
-        if tensor is None or not tensor.is_floating_point() or not kind.is_floating_point:
-            return False
-        return torch.promote_types(tensor.dtype, kind) == kind
 
     def _mask(self, call: Call, scores: Scores) -> fx.Node | None:
         if call.name == "masked_fill":

@@ -20,7 +20,6 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.ops.paged_attention import PagedAttentionAttrs, PagedAttentionFacts
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
-from lz_compile.passes.attention.gathered_emitter import GatheredEmitter, Stored
 from lz_compile.passes.attention.operand import Operand, peel
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, broadcast_from, resolve
@@ -29,6 +28,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.masks.meaning import Axes, Ends, Meanings
+from lz_compile.passes.paged_attention.gathered_emitter import GatheredEmitter, Stored
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
 
@@ -46,7 +46,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = frozenset({"to", "long", "int", "type", "type_as", "contiguous", "clone"})
 
 
-def matched(emitter: AttentionEmitter, core: Core, masks: Meanings, source_kernel: str | None = None) -> Match:
+def matched(masks: Meanings, emitter: AttentionEmitter, core: Core, source_kernel: str | None) -> Match:
     """An attention over blocks where its keys are rows of a cache; else as it is, with what kept gathered ones from that."""
     key, value = (_stored(emitter, operand, core) for operand in (emitter.key, emitter.value))
     try:
@@ -320,18 +320,10 @@ def _match(emitter: GatheredEmitter, core: Core, passed: Mapping[fx.Node, Dims],
         if node not in emitter.flags
     }
     roles = attention.roles
+    requests, queries, heads, kv_heads, block, width, value_width = emitter.extents("R T Hq Hk P D E")
+    keys, dtype, device = attention.lengths()[1], attention.dtype, known_tensor(attention.output).device.type
     facts = PagedAttentionFacts(
-        num_requests=product(axis.size for axis in roles.batch),
-        num_queries=product(axis.size for axis in (*roles.batch, *emitter.queries)),
-        heads=product(axis.size for axis in emitter.heads),
-        kv_heads=product(axis.size for axis in emitter.kv_heads),
-        key_len=product(axis.size for axis in roles.keys),
-        block_size=product(axis.size for axis in emitter.slots),
-        head_dim=product(axis.size for axis in roles.features),
-        value_dim=product(axis.size for axis in roles.value_features),
-        dtype=attention.dtype,
-        cache_dtype=attention.dtype,
-        device=known_tensor(attention.output).device.type,
+        requests, queries, heads, kv_heads, keys, block, width, value_width, dtype, dtype, device
     )
     operands = {"query": attention.query.node, "key_cache": key.cache, "value_cache": value.cache}
     operands |= {} if key.table is None else {"block_table": key.table}

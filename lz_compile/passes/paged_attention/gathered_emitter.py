@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 
 from lz_compile.lowering.arange import arange
-from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttrs
+from lz_compile.lowering.ops.paged_attention import SHAPES, Operands, PagedAttentionAttrs
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
 from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
@@ -58,6 +58,8 @@ class GatheredEmitter(TableEmitter):
     ``blocks`` are the axes of the cache that are gathered along.
     """
 
+    result_shape: ClassVar = "T Hq E"
+
     attention: AttentionEmitter
     key: Stored
     value: Stored
@@ -81,19 +83,34 @@ class GatheredEmitter(TableEmitter):
         """The axes of a cache."""
         return gather.rest if gather.table is None else (*((axis,) for axis in self.blocks), *gather.rest)
 
+    @property
+    def runs(self) -> dict[str, tuple[Axis, ...]]:
+        """Requests, their queries, and the places of keys."""
+        roles, blocks = self.roles, self.roles.batch if self.key.table is None else self.blocks
+        found = {"R": roles.batch, "T": (*roles.batch, *self.queries), "Hq": self.heads, "Hk": self.kv_heads}
+        return {
+            **found,
+            "N": blocks,
+            "P": self.slots,
+            "M": self.columns,
+            "D": roles.features,
+            "E": roles.value_features,
+        }
+
+    @property
+    def output_dims(self) -> Dims:  # type: ignore[override]  # read-only here
+        """Of the attention."""
+        return self.attention.output_dims
+
     def operands(self, builder: Builder) -> Operands:
         """In the op's canonical layout."""
         roles, attention = self.roles, self.attention
-        rows = (*roles.batch, *self.queries)
         query = builder.arrange(
-            builder.value(attention.query.node), attention.query.dims, (rows, self.heads, roles.features), expand=True
+            builder.value(attention.query.node), attention.query.dims, self.axes(SHAPES["query"]), expand=True
         )
-        blocks = roles.batch if self.key.table is None else self.blocks
         key_cache, value_cache = (
-            builder.arrange(
-                builder.value(each.cache), self.cache_dims(each), (blocks, self.slots, self.kv_heads, features)
-            )
-            for each, features in ((self.key, roles.features), (self.value, roles.value_features))
+            builder.arrange(builder.value(each.cache), self.cache_dims(each), self.axes(SHAPES[name]))
+            for each, name in ((self.key, "key_cache"), (self.value, "value_cache"))
         )
         lengths, keys = self._lengths(builder), builder.size(roles.keys)
         found: dict[str, Any] = {}
@@ -107,7 +124,7 @@ class GatheredEmitter(TableEmitter):
             found["query_starts"] = (arange(query, builder.size(roles.batch) + 1) * builder.size(self.queries)).int()
         if self.sinks is not None:
             given = builder.value(self.sinks.node)
-            found["sinks"] = builder.arrange(given, self.sinks.dims, (self.heads,), expand=True)
+            found["sinks"] = builder.arrange(given, self.sinks.dims, self.axes(SHAPES["sinks"]), expand=True)
         if self.attrs.has_first_keys:
             found["first_keys"] = self._firsts(builder).clamp(0, torch.iinfo(torch.int32).max).int()
         if not self.queries and self.attrs.window is None:  # else what lies beyond the table would shift what is seen
@@ -122,7 +139,7 @@ class GatheredEmitter(TableEmitter):
         table = None
         for (node, dims), axis in zip(self.key.indices.items(), self.blocks, strict=True):
             given, size = builder.value(node), builder.extent(axis)
-            index = builder.arrange(given, dims, (self.roles.batch, self.columns), expand=True)
+            index = builder.arrange(given, dims, self.axes(SHAPES["block_table"]), expand=True)
             index = torch.where(index < 0, index + size, index)  # an index counts from the end then
             table = index if table is None else table * size + index
         return table
@@ -136,9 +153,7 @@ class GatheredEmitter(TableEmitter):
                 ends, first = ends.clamp(max=builder.size(roles.keys)), self._firsts(builder).clamp(min=0)[:, None]
             sees = (ends > first).reshape(-1)
             value = torch.where(sees[:, None, None], value, torch.nan)
-        value = value.to(known_tensor(attention.output).dtype)
-        groups = ((*roles.batch, *self.queries), self.heads, roles.value_features)
-        return builder.restore(value, groups, attention.output_dims)
+        return super().result(builder, value.to(known_tensor(attention.output).dtype))
 
     def _lengths(self, builder: Builder) -> Any:
         """Before which key the last query of each request sees, ``[R]``; it may be beyond those that there are."""
