@@ -29,7 +29,6 @@ from lz_compile.passes.inlining.inline import inline
 from lz_compile.passes.inlining.values import with_values
 from lz_compile.passes.loops.recurrence import distribute as distributing
 from lz_compile.passes.loops.recurrence.distribute import distribute
-from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
 from lz_compile.passes.loops.roll import reroll as rolling
 from lz_compile.passes.loops.roll.forward_stores import forward_stores
 from lz_compile.passes.loops.roll.reroll import reroll
@@ -167,7 +166,6 @@ STAGES: dict[str, Callable[[fx.GraphModule], Any]] = {
     "inline": lambda module: inline(module.graph, strict=True),
     "values": lambda module: with_values(module.graph),
     "unbatch": lambda module: unbatch(module.graph),
-    "prefix stores": lambda module: prefix_stores(module.graph),
     "forward stores": lambda module: forward_stores(module.graph),
     "roll": lambda module: _raised(reroll(module, "roll")),
     "distribute": lambda module: _raised(list(distribute(module))),

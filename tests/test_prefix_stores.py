@@ -198,8 +198,20 @@ def test_an_autograd_function_over_sweeps_is_the_op_in_both_directions() -> None
         torch.testing.assert_close(one, other)
 
 
-def test_of_a_sweep_that_is_no_scan_no_piece_is_written_as_a_value() -> None:
-    """Every second element has no form as a value: what lies beside it is not told otherwise, either."""
+def test_a_sweep_over_too_few_steps_for_a_scan_is_values_too() -> None:
     backend, got, want = compiled(blelloch_by_views, 4)
     torch.testing.assert_close(got, want)
-    assert "cat" not in str(backend.graphs[0].graph)
+    assert not backend.report.matches
+    assert "torch.cat" in str(backend.graphs[0].graph)
+    assert "target=addcmul_]" not in str(backend.graphs[0].graph)
+
+
+def test_a_sum_in_place_has_gradients() -> None:
+    """With decays eager PyTorch refuses: what the backward pass needs of them is overwritten."""
+    torch._dynamo.reset()
+    backend, x = Rewriting(), torch.randn(2, 16, 3, requires_grad=True)
+    got = torch.compile(summed, backend=backend, fullgraph=True)(x, x)
+    assert [match.op for match in backend.report.matches] == ["scan"], backend.why_not()
+    want = summed(x, x)
+    torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.autograd.grad(got.sin().sum(), x), torch.autograd.grad(want.sin().sum(), x))

@@ -231,6 +231,26 @@ def half_detached(x: Tensor, y: Tensor) -> Any:
     return base + y[:16], base.detach().softmax(-1)
 
 
+def returned_beside_a_view_of_what_is_written_to(x: Tensor, y: Tensor) -> Any:
+    """Rows apart, of one memory that whoever calls sees by both."""
+    base = x * 1.5
+    row, others = base[0], base[1::2]
+    shown = row[1:]
+    row.mul_(2)
+    return others, shown, x.softmax(-1)
+
+
+def every_second_row_of_every_third_column(x: Tensor, y: Tensor) -> Any:
+    """Pieces of pieces, by methods, operators and stores."""
+    base = x.tanh()
+    rows = base[:, 1::3]
+    rows[::2].mul_(y[:8, :11])
+    base[1::2] += 1
+    rows[1::2] = base[::2, ::3]
+    base.unflatten(1, (-1, 2))[..., 1].neg_()
+    return base.softmax(-1)
+
+
 def filled_by_what_has_a_gradient(x: Tensor, y: Tensor) -> Any:
     """Memory without a gradient has one once something with one is written to it."""
     out, early = torch.zeros_like(y[:16]), []
@@ -263,6 +283,8 @@ LOOKALIKES = (
     reshaped_once_read,
     without_gradients_in_between,
     half_detached,
+    returned_beside_a_view_of_what_is_written_to,
+    every_second_row_of_every_third_column,
     filled_by_what_has_a_gradient,
     filled_in_place_and_forgotten,
 )
@@ -423,3 +445,19 @@ def test_what_a_dropout_passes_on_may_be_scaled_in_place() -> None:
     backend, found = compiled(function, *given)
     torch.testing.assert_close(found, function(*given))
     assert "mul_" not in [node.target for node in backend.graphs[0].graph.nodes]
+
+
+def test_a_piece_of_every_second_element_is_a_value() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        base = x.tanh()
+        base[:, 1::3][::2].mul_(2)
+        base[1::2] = y[1:16:2]
+        return base.softmax(-1)
+
+    torch._dynamo.reset()
+    backend = Rewriting()
+    torch.testing.assert_close(torch.compile(function, backend=backend)(*inputs()), function(*inputs()))
+    code = str(backend.graphs[0].graph)
+    assert "slice_scatter" in code
+    assert "target=mul_]" not in code
+    assert "setitem" not in code

@@ -21,7 +21,6 @@ from lz_compile.passes.graph.modes import ambient_behind, grad_enabled
 from lz_compile.passes.graph.snapshot import Snapshot
 from lz_compile.passes.inlining.subclasses import spell_out_subclasses
 from lz_compile.passes.inlining.values import with_values
-from lz_compile.passes.loops.recurrence.prefix_stores import prefix_stores
 from lz_compile.passes.loops.roll.filled_parts import join_parts
 from lz_compile.passes.loops.roll.forward_stores import forward_stores
 from lz_compile.passes.loops.roll.roll import SCAN
@@ -43,7 +42,6 @@ READ = (
     _everywhere("joining what is filled part by part", "INLINE_FAILED", join_parts, "inline"),
     _everywhere("giving values to what is written in place", "INLINE_FAILED", with_values, "inline"),
     _everywhere("spelling out torch.vmap", "INLINE_FAILED", unbatch, "inline"),
-    _everywhere("taking recurrences that are computed in place for values", "INLINE_FAILED", prefix_stores, "inline"),
     Stage("dropping what nobody reads", "REWRITE_FAILED", partial(reading.drop, drop_dead_of_loops), "inline"),
     _everywhere("taking what is read back of a tensor for what was stored", "LOOPS_FAILED", forward_stores, "loops"),
     Stage("reading the loops of a graph", "LOOPS_FAILED", reading.roll, "loops"),

@@ -67,15 +67,24 @@ class View:
             return None
         drops = len(shape) == other.dim() - 1
         for dim in range(other.dim() if drops or len(shape) == other.dim() else 0):
-            size, step = (1, other.stride(dim)) if drops else (shape[dim], strides[dim])
+            unit = other.stride(dim)
+            size, stride = (1, unit) if drops else (shape[dim], strides[dim])
             behind = dim if drops else dim + 1
-            around = [*shape[:dim], other.shape[dim], *shape[behind:]], [*strides[:dim], step, *strides[behind:]]
-            if step and size and around == ([*other.shape], [*other.stride()]) and not offset % step:
-                return whole, dim, slice(offset // step, offset // step + size), drops
+            around = [*shape[:dim], other.shape[dim], *shape[behind:]], [*strides[:dim], unit, *strides[behind:]]
+            if unit and size and around == ([*other.shape], [*other.stride()]) and not (offset % unit or stride % unit):
+                start, step = offset // unit, stride // unit if size > 1 else 1
+                return whole, dim, slice(start, start + (size - 1) * step + 1, step), drops
         return None
 
     @property
     def is_whole(self) -> bool:
+        """Whether it holds every element of its parent, by a call that can be undone, and so do views of that."""
+        return (
+            self.parent is not None and self.shows_all and order_in_memory(known_tensor(self.parent.made)) is not None
+        )
+
+    @property
+    def shows_all(self) -> bool:
         """Whether it holds every element of its parent, by a call that can be undone."""
         if self.parent is None:
             return False
@@ -84,7 +93,7 @@ class View:
         if own is None or whole is None or call is None or own.is_complex() != whole.is_complex():
             return False
         is_undone = call.name in _RESHAPES or _turned(self.made) is not None
-        return is_undone and own.dtype == whole.dtype and order_in_memory(whole) is not None
+        return is_undone and own.dtype == whole.dtype
 
 
 @dataclass(eq=False)
@@ -238,7 +247,7 @@ class Memories:
         if view.version < memory.version or view.now is None:
             assert memory.anchor is not None, "a value took its place"
             below = next((each for each in memory.anchor.above() if each.parent is view), None)
-            view.now = self._again(view, emit) if below is None else _undone(below, self._shown(below, emit), emit)
+            view.now = self._again(view, emit) if below is None else undone(below, self._shown(below, emit), emit)
             view.version = memory.version
         return view.now
 
@@ -261,7 +270,12 @@ def _are_apart(one: View, other: View) -> bool:
         for whole, dim, first, _ in cuts[0]
         for of, along, second, _ in cuts[1]
     )
-    return are_apart and not all(any(map(layout.is_returned, view.names)) for view in (one, other))
+    return are_apart and not (_is_returned(one) and _is_returned(other))
+
+
+def _is_returned(view: View) -> bool:
+    """Whether a view is a result of the graph, or a view of it is."""
+    return any(layout.is_returned(name) for each in view.memory.views if view in each.above() for name in each.names)
 
 
 def _is_odd(node: fx.Node) -> bool:
@@ -270,13 +284,16 @@ def _is_odd(node: fx.Node) -> bool:
     return is_another_graph or call is None or (call.is_inplace and call.name in _ODD)
 
 
-def _undone(view: View, value: fx.Node, emit: Emitter) -> fx.Node:
+def undone(view: View, value: fx.Node, emit: Emitter) -> fx.Node:
     """The parent of a view that holds all of it, as a view of what it shows."""
     assert view.parent is not None, "it is a view"
     turn = _turned(view.made)
     if turn is not None:
         return emit.call("permute", value, turn)
-    shape = shape_of(known_tensor(view.parent.made))
+    shape, own = shape_of(known_tensor(view.parent.made)), shape_of(known_tensor(value))
+    before = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(shape, own, strict=False)))
+    if shape[before + 1 :] == own[len(own) - len(shape) + before + 1 :] and before < len(shape) < len(own):
+        return emit.call("flatten", value, before, before + len(own) - len(shape))
     if all(isinstance(size, int) for size in shape):
         return emit.call("view", value, tuple(shape))
     return emit.call("view_as", value, view.parent.made)

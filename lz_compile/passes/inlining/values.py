@@ -8,8 +8,9 @@ arithmetic on it where that is scores (:mod:`piece_values`), else as a ``cat``.
 
 from __future__ import annotations
 
+import math
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import sympy
 import torch
@@ -22,9 +23,9 @@ from lz_compile.passes.formula.moves import order_in_memory
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.gradients import is_made_attached
 from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.view import is_floating, known_tensor, read, tensor_of
+from lz_compile.passes.graph.view import is_floating, known_tensor, memory_of, read, tensor_of
 from lz_compile.passes.graph.writes import NEW
-from lz_compile.passes.inlining.memory import Memories, View
+from lz_compile.passes.inlining.memory import Memories, View, undone
 from lz_compile.passes.inlining.out_of_place import ACTIVATIONS, forgets, forms
 from lz_compile.passes.loops.roll.piece_values import piece_value
 from lz_compile.passes.loops.roll.piece_writes import is_overwritten, store_pieces
@@ -85,12 +86,14 @@ class _Stage:
         self.is_scored = is_scored
         self.memories = Memories(effects)
         self.bare = self._named_bare()
-        #: A piece of it is written to that has no value, as by sweeps over every second element: all is read as it is.
+        #: A piece of it is written to that has no value: all is read as it is.
         self.uneven = {
             view.memory
-            for node, target in effects.writes_made
-            if (view := self.memories.view(target)) is not None and not (view.memory.stays or self._is_even(node, view))
+            for _, target in effects.writes_made
+            if (view := self.memories.view(target)) is not None and not (view.memory.stays or _is_even(view))
         }
+        roots = {_root(view) for _, target in effects.writes_made if (view := self.memories.view(target)) is not None}
+        self.swept = {root.memory for root in roots if _is_swept(root.made, effects.writes_to(root.made))}
         self.mode = next(
             (tensor.fake_mode for node in graph.nodes if (tensor := tensor_of(node)) is not None),  # type: ignore[attr-defined]
             None,
@@ -122,19 +125,18 @@ class _Stage:
         if view is None or ambient.is_transformed or not self._may_differ(node, view):
             return False
         place = self.effects.position[node]
-        cut = None if self.memories.home(view, place) is not None else view.cut()
-        whole = view if cut is None else cut[0]
-        if self.memories.home(whole, place) is None or view.memory in self.uneven:
+        whole = next((each for each in view.above() if self.memories.home(each, place) is not None), None)
+        if whole is None or view.memory in self.uneven:
             return False
         if all(each.last <= place for each in view.memory.views):  # nobody would notice, but for a gradient of zeros
-            return False
+            return view.memory.version > 0 and self.may_edit(node)
         self.memories.now(whole.made, self._emitter(node))  # a view of the last value stays, whatever becomes of this
         before = node.prev
-        if cut is None:
+        if whole is view:
             value = self._piece(node, view) or self._out_of_place(node, view) or self._stored(node, view)
         else:
-            piece = self._out_of_place(node, view, is_piece=True) if self._is_cut_rarely(whole) else None
-            value = None if piece is None else self._put(node, *cut, piece)
+            value = self._out_of_place(node, view, is_piece=True) or self._stored(node, view, is_piece=True)
+            value = None if value is None else self._joined(node, view, whole, value)
         if value is None or not self.may_edit(node):
             self._erase_behind(before, node)
             return False
@@ -142,14 +144,6 @@ class _Stage:
         value.meta = {**node.meta, **value.meta}
         self.memories.replace(whole, value)
         return True
-
-    def _is_even(self, node: fx.Node, view: View) -> bool:
-        """Whether a write goes into all of a tensor, or into elements of it that lie side by side."""
-        if node.target is operator.setitem:
-            elements = elements_of(node.args[1], known_tensor(view.made)) or ()
-            if any(isinstance(each, slice) and each.step not in (None, 1) for each in elements):
-                return False
-        return view.parent is None or view.is_whole or view.cut() is not None
 
     def _erase_behind(self, before: fx.Node, node: fx.Node) -> None:
         """Take back what was tried in vain."""
@@ -229,7 +223,7 @@ class _Stage:
         is_alike = value is not None and kind_of(value) == kind_of(target)
         return value if is_alike and _strides(known_tensor(value)) == _strides(old) else None
 
-    def _stored(self, node: fx.Node, view: View) -> fx.Node | None:
+    def _stored(self, node: fx.Node, view: View, *, is_piece: bool = False) -> fx.Node | None:
         """What a tensor is with another one stored into a slice of it."""
         old = known_tensor(view.made)
         if (
@@ -244,32 +238,87 @@ class _Stage:
             return None
         (dim, cut), size = cuts[0], shape_of(old)[cuts[0][0]]
         if isinstance(cut, int) and isinstance(size, int) and not isinstance(cut, bool):
-            return self._put(node, view, dim, slice(cut % size, cut % size + 1), True, node.args[2])
+            return self._put(
+                node, view, dim, slice(cut % size, cut % size + 1, 1), True, node.args[2], is_piece=is_piece
+            )
         ends = (cut.start, cut.stop, cut.step) if isinstance(cut, slice) else (size,)
         if not isinstance(size, int) or not all(each is None or isinstance(each, int) for each in ends):
             return None
-        start, stop, step = cut.indices(size)
-        return self._put(node, view, dim, slice(start, stop), False, node.args[2]) if step == 1 else None
+        return self._put(node, view, dim, slice(*cut.indices(size)), False, node.args[2], is_piece=is_piece)
 
-    def _put(self, node: fx.Node, view: View, dim: int, cut: slice, drops: bool, value: fx.Node) -> fx.Node | None:
+    def _joined(self, node: fx.Node, view: View, whole: View, value: fx.Node) -> fx.Node | None:
+        """What ``whole`` is with a value in the place of a view of it, which may be a piece of a piece."""
+        while view is not whole:
+            cut = view.cut()
+            if view.shows_all and view.parent is not None:
+                value, view = undone(view, value, self._emitter(node)), view.parent
+            elif cut is None or not self._is_cut_rarely(cut[0]):
+                return None
+            else:
+                view, put = cut[0], self._put(node, *cut, value, is_piece=cut[0] is not whole)
+                if put is None:
+                    return None
+                value = put
+        return value if self._lies_alike(value, known_tensor(whole.made), node, whole) else None
+
+    def _put(
+        self, node: fx.Node, view: View, dim: int, cut: slice, drops: bool, value: fx.Node, *, is_piece: bool
+    ) -> fx.Node | None:
         """A tensor with a value in the place of a slice along one dimension, which it ``drops`` or has."""
         old, new, emit = known_tensor(view.made), tensor_of(value), self._emitter(node)
         size, shape = shape_of(old)[dim], [*shape_of(old)]
-        shape[dim : dim + 1] = [] if drops else [cut.stop - cut.start]
+        shape[dim : dim + 1] = [] if drops else [len(range(cut.start, cut.stop, cut.step))]
         if new is None or new.device != old.device or [*shape_of(new)] != shape or cut.start >= cut.stop:
             return None
         target, parts = self.memories.now(view.made, emit), []
+        if cut.step != 1:
+            cast = _cast(value, old, emit)
+            scattered = emit.call(torch.slice_scatter, target, cast, dim, cut.start, cut.stop, cut.step)
+            return scattered if is_piece or self._lies_alike(scattered, old, node, view) else None
         for side in (slice(0, cut.start), cut, slice(cut.stop, size)):
             if side is cut:
                 parts.append(_cast(emit.call("unsqueeze", value, dim) if drops else value, old, emit))
             elif side.start < side.stop:
                 parts.append(emit.call(operator.getitem, target, (*[slice(None)] * dim, side)))
         joined = emit.call(torch.cat, parts, dim)
-        return joined if self._lies_alike(joined, old, node, view) else None
+        return joined if is_piece or self._lies_alike(joined, old, node, view) else None
 
     def _is_cut_rarely(self, view: View) -> bool:
-        """Whether it is computed, and has fewer pieces written than a loop has steps."""
-        return _is_computed(view.made, len(self.effects.writes_to(view.made)))
+        """Whether it is computed, and has fewer pieces written than a loop has steps, or is swept over."""
+        is_swept = view.memory in self.swept
+        return _is_computed(view.made, 0 if is_swept else len(self.effects.writes_to(view.made)))
+
+
+def _is_even(view: View) -> bool:
+    """Whether a view is all of some memory, or pieces of pieces of it."""
+    return all(each.parent is None or each.shows_all or each.cut() is not None for each in view.above())
+
+
+def _is_swept(root: fx.Node, writes: Sequence[tuple[fx.Node, fx.Node]]) -> bool:
+    """Whether a tensor is written to as a sweep in logarithmic depth does: up and down, in other pieces each time.
+
+    A loop over one of its dimensions writes as often as that is long, or into every element once.
+    """
+    whole = tensor_of(root)
+    shape = () if whole is None else whole.shape
+    new = [each for each in writes if not _stores_back(*each)]
+    pieces = [tensor_of(node.args[2] if node.target is operator.setitem else target) for node, target in new]
+    known = [each for each in pieces if each is not None]
+    if not all(isinstance(size, int) for tensor in (shape, *(each.shape for each in known)) for size in tensor):
+        return False
+    places = {repr(node.args[1:2]) if node.target is operator.setitem else _place(target) for node, target in new}
+    is_short = len(places) == len(new) <= 2 * math.log2(max(shape, default=1))
+    return is_short and sum(math.prod(each.shape) for each in known) > math.prod(shape)
+
+
+def _stores_back(node: fx.Node, target: fx.Node) -> bool:
+    """Whether what is stored lies there already: ``x[i] += y`` stores the piece that it has overwritten."""
+    return node.target is operator.setitem and memory_of(node.args[2]) == memory_of(target)
+
+
+def _place(piece: fx.Node) -> tuple[int, ...]:
+    tensor = known_tensor(piece)
+    return (tensor.storage_offset(), *tensor.shape, *tensor.stride())
 
 
 def _root(view: View) -> View:

@@ -55,7 +55,8 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     known: set[fx.Node] = set()
     for found in (*prefix_scans(graph, effects), *log_scans(graph, effects)):
         if isinstance(found, PrefixScan):
-            read = read_of(found.output, found.dims[found.output], found.time, effects)
+            dims = found.dims[found.output]
+            read = None if found.is_reversed else read_of(found.output, dims, found.time, effects)
             yield match_of(replace(found, read=read), effects)
             known.update(found.core)
         else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -31,10 +31,11 @@ from lz_compile.passes.proof.running import Subgraph
 
 _ARITHMETIC = frozenset({"add", "sub", "mul", "neg", "addcmul"})
 _SLICES = frozenset({"slice", "getitem", "narrow", "select"})
-_JOINS = frozenset({"cat", "concat", "concatenate", "stack", "pad"})
+_JOINS = frozenset({"cat", "concat", "concatenate", "stack", "pad", "slice_scatter"})
 _CONSTANTS = frozenset({"zeros_like", "ones_like", "full_like", "new_zeros", "new_ones"})
-_LAYOUT = frozenset({"flatten", "reshape", "view", "contiguous", "clone", "flip", "unsqueeze", "squeeze"})
-_MIXING = _SLICES | _JOINS | {"flatten", "reshape", "view", "flip"}
+_LAYOUT = frozenset("flatten unflatten reshape view contiguous clone flip unsqueeze squeeze".split())
+_SPLITS = frozenset({"flatten", "unflatten"})
+_MIXING = _SLICES | _JOINS | _SPLITS | {"reshape", "view", "flip"}
 #: Reading is linear in the number of calls (about 0.1 ms each), but once for every result.
 _MOST_CALLS = 20_000
 SMALL = 2
@@ -48,6 +49,7 @@ class PrefixScan:
 
     ``core`` are the nodes between, in graph order, ``output`` last. ``dims`` are the axes of all three. With ``logs`` decays
     are given as logarithms, of each step, or of the product of all up to it (``"sums"``), with ``has_log_drive`` the drive.
+    Where it ``is_reversed``, the state before is that of the next index.
     ``read`` is how the states are read, where they themselves are no result.
     """
 
@@ -59,6 +61,7 @@ class PrefixScan:
     dims: Mapping[fx.Node, Dims]
     logs: Literal["none", "steps", "sums"] = "none"
     has_log_drive: bool = False
+    is_reversed: bool = False
     read: StatesRead | None = None
 
     @property
@@ -81,7 +84,8 @@ def prefix_scans(graph: fx.Graph, effects: Effects) -> Iterator[PrefixScan | Nea
             continue
         if scan is not None:
             found.append(scan)
-    yield from found
+    ends = {scan.output for scan in found}
+    yield from (scan for scan in found if ends.isdisjoint(scan.core[:-1]))  # what is cut off its states is none besides
     known = {node for scan in found for node in scan.core}
     for miss in misses:  # one for each, though it may have several results
         if known.isdisjoint(miss.pieces):
@@ -113,7 +117,7 @@ class _Reader:
                 continue
             mixing = sum(self._mixes(node, dim) for node in core)
             leaves = self._leaves(core, dim, steps)
-            if mixing >= 2 * math.log2(steps) and leaves is not None:
+            if mixing >= 2 * math.log2(steps) and leaves is not None and not self._is_overwritten((*core, *leaves)):
                 if len(core) > _MOST_CALLS:
                     text = f"{output.name} is put together of pieces over time by {len(core):,} calls: too many are not read"
                     edit = f"use associative_scan, or fewer levels: up to {_MOST_CALLS:,} calls are read"
@@ -125,7 +129,7 @@ class _Reader:
 
     def _may_end(self, node: fx.Node) -> bool:
         """Whether a node joins or adds up pieces, and nobody goes on doing so with it."""
-        if not node.users or self._effects.has_mutations or node not in self._alive():
+        if not node.users or node not in self._alive() or self._effects.name(node) == "flip":
             return False
         if self._effects.ambient(node).is_transformed:
             return False
@@ -137,7 +141,7 @@ class _Reader:
             return False
         if call.name in _ARITHMETIC:
             return any(other in self._moved for other in user.all_input_nodes if other is not node)
-        if call.name in _SLICES:
+        if call.name in _SLICES or call.name == "flip":
             return any(self._goes_on(user, each) for each in user.users if each in self._alive())
         return call.name in _MIXING
 
@@ -167,12 +171,15 @@ class _Reader:
     def _mixes(self, node: fx.Node, dim: int) -> bool:
         """Whether a call moves values along a dimension."""
         call, tensor = self._effects.calls[node], tensor_of(node)
-        if call is None or tensor is None or call.name not in _SLICES | _JOINS:
+        if call is None or tensor is None or call.name not in _SLICES | _JOINS | _SPLITS:
             return False
         if call.name == "getitem" and layout.shows_whole(call):  # it inserts dimensions
             return False
         sources = [tensor_of(operand) for operand in node.all_input_nodes]
         return any(source is not None and _extent(source, dim) != _extent(tensor, dim) for source in sources)
+
+    def _is_overwritten(self, nodes: Iterable[fx.Node]) -> bool:
+        return any(map(self._effects.is_overwritten, nodes))
 
     def _leaves(self, core: Sequence[fx.Node], dim: int, steps: int) -> list[fx.Node] | None:
         """The tensors of all steps that pieces are cut off, before anything is cut; None where there are others."""
@@ -184,19 +191,25 @@ class _Reader:
             is_cut[node] = mixed or any(is_cut.get(operand, False) for operand in operands)
             if is_cut[node]:
                 leaves.update(dict.fromkeys(operand for operand in operands if not is_cut.get(operand, False)))
-        for leaf in leaves:
-            tensor = tensor_of(leaf)
-            if tensor is None or tensor.dim() <= dim or as_size(tensor.shape[dim]) != steps:
-                return None
-        return list(leaves)
+        found = [self._moved_to(leaf, set(core[:-1]), (known_tensor(core[-1]).dim(), steps), dim) for leaf in leaves]
+        return None if None in found else [each for each in found if each is not None]
+
+    def _moved_to(self, leaf: fx.Node, core: Collection[fx.Node], extent: tuple[int, Size], dim: int) -> fx.Node | None:
+        """The last tensor of all steps that is made of a leaf alone, and all that is: padded, shifted, turned."""
+        found = None
+        while tensor_of(leaf) is not None:
+            found = leaf if _extent(known_tensor(leaf), dim) == extent else found
+            users = [user for user in leaf.users if user in core]
+            if len(users) != 1 or users[0].all_input_nodes != [leaf] or self._effects.name(users[0]) in _ARITHMETIC:
+                break
+            leaf = users[0]
+        return found
 
     # ---- proof ----------------------------------------------------------------------------------------------------
 
     def _proven(self, output: fx.Node, core: list[fx.Node], dim: int, leaves: list[fx.Node]) -> PrefixScan:
         inside = set(needed([output], leaves))
         between = [node for node in core if node in inside]
-        if any(known_tensor(leaf).dim() != known_tensor(output).dim() for leaf in leaves):
-            raise _unknown(output, f"made of {len(leaves)} tensors of different ranks")
         generator = torch.Generator().manual_seed(0)
         sizes = [as_size(size) for size in known_tensor(output).shape]
         whole = {at for at in range(len(sizes)) if at == dim or any(self._mixes(node, at) for node in between)}
@@ -206,13 +219,16 @@ class _Reader:
         if len(leaves) > 2:
             raise self._coupled(output, between, given, dim)
         computed = _evaluated(output, between, given)
-        choices = [(None, leaves[0])] if len(leaves) == 1 else itertools.permutations(leaves)
-        for decay, drive in choices:
-            if agree(recurrence(None if decay is None else given[decay], given[drive], dim), computed):
+        decays = [None] if len(leaves) == 1 else leaves
+        for decay, drive, is_reversed in itertools.product(decays, leaves, (False, True)):
+            if decay is drive:
+                continue
+            if agree(recurrence(None if decay is None else given[decay], given[drive], dim, is_reversed), computed):
                 if computed.is_complex():
                     raise _complex("over complex numbers")
                 self._check(output, between)
-                return PrefixScan(output, tuple(between), dim, drive, decay, dims_of(output, leaves))
+                dims = dims_of(output, leaves)
+                return PrefixScan(output, tuple(between), dim, drive, decay, dims, is_reversed=is_reversed)
         raise _unknown(output, "something else than h[t] = a[t] * h[t - 1] + b[t]")
 
     def _coupled(
@@ -283,13 +299,13 @@ def _evaluated(output: fx.Node, between: Sequence[fx.Node], given: Mapping[fx.No
     return result
 
 
-def recurrence(decay: torch.Tensor | None, drive: torch.Tensor, dim: int) -> torch.Tensor:
+def recurrence(decay: torch.Tensor | None, drive: torch.Tensor, dim: int, is_reversed: bool = False) -> torch.Tensor:
     """``h[t] = decay[t] * h[t - 1] + drive[t]`` along a dimension, step by step; without a decay, a running sum."""
     if decay is not None:
         decay, drive = torch.broadcast_tensors(decay, drive)
-    states = list(drive.unbind(dim))
-    for step in range(1, len(states)):
-        before = states[step - 1] if decay is None else decay.select(dim, step) * states[step - 1]
+    states, back = list(drive.unbind(dim)), -1 if is_reversed else 1
+    for step in list(range(len(states)))[::back][1:]:
+        before = states[step - back] if decay is None else decay.select(dim, step) * states[step - back]
         states[step] = before + states[step]
     return torch.stack(states, dim)
 

@@ -50,6 +50,10 @@ class PrefixScanEmitter(TableEmitter):
         """Those of the table, from logarithms where the source has these."""
         x = super().operands(builder)
         scan = self.scan
+        if scan.is_reversed:
+            decay: Any = x.decay
+            drive: Any = x.drive
+            x = replace(x, decay=None if decay is None else decay.flip(2), drive=drive.flip(2))
         return x if scan.logs == "none" else _of_logs(x, are_sums=scan.logs == "sums", has_log_drive=scan.has_log_drive)
 
     @property
@@ -84,6 +88,7 @@ class PrefixScanEmitter(TableEmitter):
     def result(self, builder: Builder, value: Any) -> Any:
         """The states of all steps, where the source has them, or what is read of these, and the last ones."""
         states, last = value
+        states = states.flip(2) if self.scan.is_reversed else states
         read, (batch, heads, time, rows, columns) = self.scan.read, self._groups
         if read is not None:
             groups = (batch, heads, time, (), columns)
@@ -129,7 +134,8 @@ def match_of(scan: PrefixScan, effects: Effects) -> Match:
     constants = {node: _constant_dims(node, scan) for node, call in calls.items() if call and is_constant(call)}
     gentle = scan.decay if scan.logs == "steps" else None
     inputs = {node: Input(scan.dims[node], scale=_GENTLE if node is gentle else 1.0) for node in leaves}
-    formula = "h[t] = h[t-1] + b[t]" if scan.decay is None else "h[t] = a[t] * h[t-1] + b[t]"
+    before = "h[t+1]" if scan.is_reversed else "h[t-1]"
+    formula = f"h[t] = {before} + b[t]" if scan.decay is None else f"h[t] = a[t] * {before} + b[t]"
     if read is not None:
         inputs |= {read.query.node: Input(read.query.dims)}
         formula += "; y[t] = sum of c[t] * h[t]"
