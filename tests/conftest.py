@@ -25,7 +25,9 @@ os.environ["XDG_CONFIG_HOME"] = CACHE  # a developer's own layerzero.yaml must n
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors here are small; threads only make tests wait for each other
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# With more than one, the C++ kernels of a graph are built as one library. Only Triton's would be compiled by processes.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+os.environ.setdefault("TORCH_WARM_POOL", "0")
 # Hundreds of libraries are linked against PyTorch's, which gold does in less than half of the time that the usual linker takes.
 # To read PyTorch's symbols is most of what is left. Whoever loads such a library has loaded PyTorch's before, and finds them there.
 _LINKER = """#!/bin/sh
