@@ -125,6 +125,9 @@ gc.freeze()
 gc.set_threshold(10_000, 20, 50)
 torch._dynamo.config.run_gc_after_compile = False
 
+# Without a GPU, every ``torch.manual_seed`` is remembered with its stack trace, in case that one comes.
+_seeded = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci")
 
@@ -144,7 +147,7 @@ def clean_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     _forget()
     torch.set_default_device(DEVICE)
-    torch.manual_seed(0)
+    _seeded(0)
     yield
     _forget()
 
@@ -212,6 +215,16 @@ def sdpa_first(monkeypatch: pytest.MonkeyPatch, by_priors: None) -> None:
         }
 
     monkeypatch.setattr(select, "kernels", ranked)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """PyTorch traces itself at DEBUG: pages of it before the line that failed.
+
+    ``log_level`` would set the root logger's level for each phase of a test, which makes all loggers forget their levels.
+    """
+    plugin = session.config.pluginmanager.get_plugin("logging-plugin")
+    for handler in (plugin.caplog_handler, plugin.report_handler):
+        handler.setLevel(logging.WARNING)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
