@@ -19,7 +19,7 @@ demo: $(STAMP) ## compile real models and show what was recognised and chosen
 	$(PY) demo.py
 
 test: $(STAMP) ## run the tests, slow ones included; of cases that are drawn or paired a sample
-	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --durations 15
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist worksteal --durations 15
 
 test-thorough: export LZ_TEST_THOROUGH := 1
 test-thorough: test ## run all cases of all tests

@@ -8,6 +8,7 @@ import inspect
 import logging
 import os
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +25,34 @@ os.environ["XDG_CONFIG_HOME"] = CACHE  # a developer's own layerzero.yaml must n
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors here are small; threads only make tests wait for each other
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+# With more than one, the C++ kernels of a graph are built as one library. Only Triton's would be compiled by processes.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
+os.environ.setdefault("TORCH_WARM_POOL", "0")
 # Hundreds of libraries are linked against PyTorch's, which gold does in less than half of the time that the usual linker takes.
+# To read PyTorch's symbols is most of what is left. Whoever loads such a library has loaded PyTorch's before, and finds them there.
+_LINKER = """#!/bin/sh
+case " $* " in
+  *" -shared "*" -ltorch_cpu "*) exec {gold} -L{stubs} "$@" --no-as-needed {libraries} ;;
+  *) exec {gold} "$@" ;;
+esac
+"""
+
+
+def _link_quickly(gold: str) -> None:
+    """Libraries of PyTorch's names, without symbols, before PyTorch's own."""
+    stubs = os.environ["COMPILER_PATH"] = tempfile.mkdtemp(dir=CACHE)
+    names = [f"torch{part}" for part in ("", "_cpu", "_python")]
+    with open(nothing := os.path.join(stubs, "nothing"), "w", encoding="utf-8") as file:
+        file.write("/* gold takes no file for none */")
+    for name in names:
+        subprocess.run([gold, "-shared", f"-soname=lib{name}.so", "-o", f"{stubs}/lib{name}.so", nothing], check=True)
+    with open(linker := os.path.join(stubs, "ld"), "w", encoding="utf-8") as file:
+        file.write(_LINKER.format(gold=gold, stubs=stubs, libraries=" ".join(f"-l{name}" for name in names)))
+    os.chmod(linker, 0o755)
+
+
 if (gold := shutil.which("ld.gold")) and "COMPILER_PATH" not in os.environ:
-    os.environ["COMPILER_PATH"] = tempfile.mkdtemp(dir=CACHE)
-    os.symlink(gold, os.path.join(os.environ["COMPILER_PATH"], "ld"))
+    _link_quickly(gold)
 # oneDNN's bfloat16 products with AMX leak a NaN into the row before it (K = 23): eager must be the same on every machine.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
@@ -101,6 +125,9 @@ gc.freeze()
 gc.set_threshold(10_000, 20, 50)
 torch._dynamo.config.run_gc_after_compile = False
 
+# Without a GPU, every ``torch.manual_seed`` is remembered with its stack trace, in case that one comes.
+_seeded = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+
 settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 settings.load_profile("ci")
 
@@ -120,7 +147,7 @@ def clean_compiler() -> Iterator[None]:
     torch._dynamo.reset()
     _forget()
     torch.set_default_device(DEVICE)
-    torch.manual_seed(0)
+    _seeded(0)
     yield
     _forget()
 
@@ -188,6 +215,16 @@ def sdpa_first(monkeypatch: pytest.MonkeyPatch, by_priors: None) -> None:
         }
 
     monkeypatch.setattr(select, "kernels", ranked)
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """PyTorch traces itself at DEBUG: pages of it before the line that failed.
+
+    ``log_level`` would set the root logger's level for each phase of a test, which makes all loggers forget their levels.
+    """
+    plugin = session.config.pluginmanager.get_plugin("logging-plugin")
+    for handler in (plugin.caplog_handler, plugin.report_handler):
+        handler.setLevel(logging.WARNING)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -34,6 +34,7 @@ def built(monkeypatch) -> Iterator[list[str]]:
     """The C++ that is built, in empty caches, by two threads; headers apart."""
     found: list[str] = []
     build = CppBuilder.build
+    cpp_builds.vector_bits()  # what instructions are tried by is built once for a process
 
     def noting(builder: CppBuilder) -> None:
         found.extend(path for path in [builder.get_target_file_path()] if path.endswith(".main.so"))

@@ -22,12 +22,14 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+from functools import lru_cache
 from typing import Any
 
 
-def names() -> list[str]:
+@lru_cache(maxsize=1)
+def names() -> tuple[str, ...]:
     """Every op there is."""
-    return sorted(info.name for info in pkgutil.iter_modules(__path__))
+    return tuple(sorted(info.name for info in pkgutil.iter_modules(__path__)))
 
 
 def module(op: str) -> Any:
