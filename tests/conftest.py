@@ -8,7 +8,6 @@ import inspect
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -29,30 +28,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors here are small; threads
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")
 os.environ.setdefault("TORCH_WARM_POOL", "0")
 # Hundreds of libraries are linked against PyTorch's, which gold does in less than half of the time that the usual linker takes.
-# To read PyTorch's symbols is most of what is left. Whoever loads such a library has loaded PyTorch's before, and finds them there.
-_LINKER = """#!/bin/sh
-case " $* " in
-  *" -shared "*" -ltorch_cpu "*) exec {gold} -L{stubs} "$@" --no-as-needed {libraries} ;;
-  *) exec {gold} "$@" ;;
-esac
-"""
-
-
-def _link_quickly(gold: str) -> None:
-    """Libraries of PyTorch's names, without symbols, before PyTorch's own."""
-    stubs = os.environ["COMPILER_PATH"] = tempfile.mkdtemp(dir=CACHE)
-    names = [f"torch{part}" for part in ("", "_cpu", "_python")]
-    with open(nothing := os.path.join(stubs, "nothing"), "w", encoding="utf-8") as file:
-        file.write("/* gold takes no file for none */")
-    for name in names:
-        subprocess.run([gold, "-shared", f"-soname=lib{name}.so", "-o", f"{stubs}/lib{name}.so", nothing], check=True)
-    with open(linker := os.path.join(stubs, "ld"), "w", encoding="utf-8") as file:
-        file.write(_LINKER.format(gold=gold, stubs=stubs, libraries=" ".join(f"-l{name}" for name in names)))
-    os.chmod(linker, 0o755)
-
-
 if (gold := shutil.which("ld.gold")) and "COMPILER_PATH" not in os.environ:
-    _link_quickly(gold)
+    os.environ["COMPILER_PATH"] = tempfile.mkdtemp(dir=CACHE)
+    os.symlink(gold, os.path.join(os.environ["COMPILER_PATH"], "ld"))
 # oneDNN's bfloat16 products with AMX leak a NaN into the row before it (K = 23): eager must be the same on every machine.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
