@@ -254,6 +254,13 @@ def test_layout_is_read_the_same_where_every_size_is_symbolic(case: str) -> None
     check(DYNAMIC[case], numbered(5, 7, 12), dynamic=True)
 
 
+def test_how_often_a_symbolic_length_is_repeated_is_a_number() -> None:
+    module = capture(lambda x: x.repeat(1, 3, 1), torch.empty(5, 7, 12), dynamic=True)
+    out = fresh(shape_of(tensor_of(output_of(module))))
+    assert read_input_dims(calls(module)[-1], out) is not None
+    assert [type(axis.size) for axis in axes_of(out[1:2])][:1] == [int]
+
+
 @settings(max_examples=20)
 @given(st.data())
 def test_random_chains_with_symbolic_sizes_are_read_backwards_exactly(data: st.DataObject) -> None:
@@ -325,7 +332,12 @@ def test_a_slice_by_another_tensors_length_selects() -> None:
 
 
 def test_empty_tensors_are_read_or_refused_but_never_crash() -> None:
-    for fn in (lambda x: x.reshape(0, 3, 4), lambda x: x.unsqueeze(0).transpose(0, 1), lambda x: x.view(0, 6, 2)):
+    for fn in (
+        lambda x: x.reshape(0, 3, 4),
+        lambda x: x.unsqueeze(0).transpose(0, 1),
+        lambda x: x.view(0, 6, 2),
+        lambda x: x.repeat(2, 1),
+    ):
         try:
             out, dims = read_back(capture(fn, torch.empty(0, 12)))
         except LayoutError:

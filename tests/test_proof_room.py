@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from contextlib import nullcontext
 
 import pytest
 import torch
 from backends import Rewriting
-from graphs import capture
+from graphs import capture, effects_of
 from torch import Tensor, fx
 
 from lz_compile.ground.isolation import isolated
 from lz_compile.passes.graph.view import needed
 from lz_compile.passes.proof import running
+from lz_compile.passes.proof.resize import all_axes, representative_sizes
 from lz_compile.passes.proof.running import NotRunnableError, Subgraph, run
+from lz_compile.passes.recognisers import recognisers
+from lz_compile.passes.rewriting.match import Match
 
 
 def between(module: fx.GraphModule, names: list[str]) -> Subgraph:
@@ -104,3 +108,17 @@ def test_made_up_indices_never_abort_an_accelerator(monkeypatch: pytest.MonkeyPa
         assert not entered
         run(list(graph.nodes)[1:-1], {given: torch.empty(4, device="meta")})
     assert len(entered) == 1
+
+
+def test_what_has_many_axes_is_tried_at_sizes_that_fit_into_memory() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return (query @ key.mT).softmax(-1) @ value
+
+    module = capture(attention, torch.empty(3, 5, 7, 9, 11, 4), *[torch.empty(3, 5, 7, 9, 13, 4)] * 2, dynamic=range(5))
+    (match,) = recognisers()["attention"](module.graph, effects_of(module))
+    assert isinstance(match, Match)
+    sizes = representative_sizes(match)
+    assert (
+        len({sizes[axis] for axis in all_axes(match) if not isinstance(axis.size, int)}) == 6
+    )  # different ones stay so
+    assert math.prod(sizes[axis] for axis in all_axes(match)) <= 1 << 28

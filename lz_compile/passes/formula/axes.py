@@ -65,8 +65,10 @@ def fresh(shape: Sequence[Size]) -> Dims:
 
 def quotient(large: Size, small: Size) -> Size | None:
     """``large / small`` where that is exact, else None."""
+    if small == 0:
+        return None
     if isinstance(large, int) and isinstance(small, int):
-        return large // small if small and large % small == 0 else None
+        return large // small if large % small == 0 else None
     ratio = sympy.cancel(_exact(large) / _exact(small))
     if ratio.as_numer_denom()[1] != 1:
         return None

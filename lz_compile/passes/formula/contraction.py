@@ -141,7 +141,9 @@ def _einsum(call: Call, dims: Dims) -> Product | None:
     summed: list[Axis] = []
     for names, shape in zip(labels, shapes, strict=True):
         for name, size in zip(names, shape, strict=True):
-            if name not in axes and name not in result and size != 1:
+            if name not in axes and size != 1:
+                if name in result:  # one, by a guard: the result says so, and this operand's symbolic size does not
+                    return None
                 axes[name] = (Axis(size),)
                 summed.extend(axes[name])
     placed = [

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Shape, Size, as_size, product, shape_of
-from lz_compile.passes.formula.axes import Dims, LayoutError, atoms, broadcast_from, regroup, take
+from lz_compile.passes.formula.axes import Dims, LayoutError, atoms, broadcast_from, quotient, regroup, take
 from lz_compile.passes.graph.view import Call, memories_of, reached, read, tensor_of, value_of
 
 Reader = Callable[[Call, Shape, Dims], Dims]
@@ -73,16 +73,13 @@ def _repeat(call: Call, shape: Shape, dims: Dims) -> Dims:
     source = []
     for dim, size in zip(dims[len(dims) - len(shape) :], shape, strict=True):
         queue = list(atoms(dim))
-        take(queue, _exact(product(axis.size for axis in queue), size))
+        total = product(axis.size for axis in queue)
+        repeats = quotient(total, size)
+        if repeats is None:
+            raise LayoutError(f"{size} does not divide {total}")
+        take(queue, repeats)
         source.append(tuple(queue))
     return tuple(source)
-
-
-def _exact(total: Any, size: Any) -> Any:
-    repeats = total // size if isinstance(total, int) and isinstance(size, int) else total / size
-    if repeats * size != total:
-        raise LayoutError(f"{size} does not divide {total}")
-    return repeats
 
 
 def _getitem(call: Call, shape: Shape, dims: Dims) -> Dims:

@@ -58,6 +58,8 @@ class Found(Protocol):
 
 _SMALL = 8
 _STEP = 8
+#: Of how many elements a tensor over all axes that are resized may be before these sizes lie closer together.
+_MOST = 1 << 28
 #: What a size counts as that nobody knows before the data are there.
 _UNKNOWN = 512
 #: One part of this many of the free memory is what a proof at real sizes may take.
@@ -76,8 +78,12 @@ def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -
     unchanged = match.trial.limited | match.trial.pinned
     large = sorted({axis.size for axis in axes if not isinstance(axis.size, int) or axis.size > _SMALL}, key=_by_size)
     kept = {axis.size for axis in unchanged}
-    fresh = (size for size in count(2 * _SMALL, _STEP) if size not in kept)
-    assigned = dict(zip(large, fresh, strict=False))
+    resized_axes = [axis.size for axis in axes if axis not in unchanged and axis not in ones]
+    for first, step in ((2 * _SMALL, _STEP), (_SMALL + 1, 1)):  # of many axes products grow to what no memory holds
+        fresh = (size for size in count(first, step) if size not in kept)
+        assigned = dict(zip(large, fresh, strict=False))
+        if math.prod(assigned.get(size, 1) for size in resized_axes) <= _MOST:
+            break
     small = {axis: 1 if axis in ones else assigned.get(axis.size, axis.size) for axis in axes}
     hints = _hints(match) if any(not isinstance(axis.size, int) for axis in match.trial.pinned) else {}
     symbolic = {axis: hints[axis] for axis in match.trial.pinned if axis in hints}
