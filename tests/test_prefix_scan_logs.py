@@ -70,6 +70,23 @@ def test_a_recurrence_of_logarithms_is_a_scan(function: Callable[..., Tensor], w
     torch.testing.assert_close(got, want)
 
 
+def by_products(a: Tensor, x: Tensor) -> Tensor:
+    """Running products in place of running sums."""
+    products = a.sigmoid().cumprod(1)
+    return products * (x / products).cumsum(1)
+
+
+@pytest.mark.parametrize("function", [min_gru, min_gru_with_state, by_products])
+def test_lengths_may_be_symbolic(function: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    backend = Rewriting()
+    run = torch.compile(function, backend=backend, fullgraph=True, dynamic=True)
+    for length in (40, 2, 65):
+        a, x = torch.randn(2, 2, length, 5, dtype=torch.float64)
+        torch.testing.assert_close(run(a, x), function(a, x))
+    assert [match.rewritten for match in backend.report.matches if match.op == "scan"] == [True], backend.why_not()
+
+
 def test_a_decay_of_zero_is_no_number_from_there_on() -> None:
     def function(a: Tensor, x: Tensor) -> Tensor:
         sums = a.log().cumsum(1)

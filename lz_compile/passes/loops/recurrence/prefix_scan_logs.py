@@ -86,7 +86,7 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
     steps, count = tensor.shape[dim], 1
     for size in tensor.shape:
         count = count * size if isinstance(size, int) else _LEAST_NUMBERS
-    if not isinstance(steps, int) or steps < LEAST_POINTWISE or count < _LEAST_NUMBERS:
+    if (isinstance(steps, int) and steps < LEAST_POINTWISE) or count < _LEAST_NUMBERS:
         return None
     around = _around(effects, call, inner)
     output = None if around is None else _output(effects, call, around)
