@@ -165,14 +165,15 @@ def _compile_inner(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) 
         _tell_strides(kept)
 
 
-_is_fusable = Scheduler.fusable_weak_dep
+_is_fusable = getattr(Scheduler, "fusable_weak_dep", None)
 _is_reading_in_time = ContextVar("_is_reading_in_time", default=False)
 
 
 @contextmanager
 def _reading_in_time() -> Iterator[None]:
     """What is compiled inside reads no input where the same kernel has overwritten it."""
-    Scheduler.fusable_weak_dep = _reads_in_time  # type: ignore[method-assign, assignment]  # elsewhere it does what it did
+    if _is_fusable is not None:  # elsewhere it does what it did
+        Scheduler.fusable_weak_dep = _reads_in_time  # type: ignore[method-assign, assignment]
     token = _is_reading_in_time.set(True)
     try:
         yield
@@ -187,8 +188,9 @@ def _reads_in_time(
 
     PyTorch (2.13) does not look at reads behind an earlier write in place: ``x[:, places] = 1; x.copy_(x.roll(1))``.
     """
+    assert _is_fusable is not None, "it takes its place"
     if not (fusable := _is_fusable(scheduler, dependence, before, write)) or not _is_reading_in_time.get():
-        return fusable
+        return bool(fusable)
     memory = scheduler.mutation_real_name[dependence.mutating_buf]
     versions = {name for name, of in scheduler.mutation_real_name.items() if of == memory} - {dependence.mutating_buf}
     (place,) = [cast("MemoryDep", each) for each in write.read_writes.writes if each.name == dependence.mutating_buf]
