@@ -70,7 +70,9 @@ def moved(x: Tensor, y: Tensor) -> Tensor:
     total = x.clone().sum()
     x[:, PLACES] = x.clone()[:, :2]
     y[1:] = y.clone()[:-1]
+    y[4:8][1:] = y.clone()[4:7]
     made = x * 2
+    made[2:6] = made[3:7].index_put((PLACES,), x[0])
     made.index_put_((PLACES,), made[:2].clone(), accumulate=True)
     made[:, PLACES] = made.clone()[:, 4:6]
     made.t()[PLACES] = made.clone().flip(0).t()[:2]
@@ -144,7 +146,19 @@ def cached(cache: Tensor, x: Tensor) -> Tensor:
     return x @ cache.T
 
 
-def test_what_is_written_to_a_cache_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def cached_by_layers(cache: Tensor, x: Tensor) -> Tensor:
+    """Keys that are written to a part of a part of a cache, by two views and by three."""
+    layers = cache.view(4, 16, 64)
+    layers[0][2:4] = x[:2]
+    layers[1][:, PLACES] = x[:16, :2]
+    layers[2][4:8][1:3] = x[:2]
+    return x @ cache.T
+
+
+@pytest.mark.parametrize("cached", [cached, cached_by_layers])
+def test_what_is_written_to_a_cache_is_not_copied(
+    cached: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     targets: list[object] = []
 
     def noted(graph: fx.Graph) -> None:

@@ -45,7 +45,7 @@ def copy_what_is_overwritten(graph: fx.Graph) -> None:
         overwritten.add(into)
     for call in [node for node in memory if node.target in _WRITES]:
         for value in [node for node in call.all_input_nodes if node is not call.args[0]]:
-            if memory[value] is memory[call]:
+            if memory[value] is memory[call] and not _goes_back(value, call):
                 _copy(value, call)
     results = graph.output_node()
     for result in results.all_input_nodes:
@@ -64,6 +64,23 @@ def _before(node: Any) -> fx.Node:
     """What a node is a view of, writes to, or has the numbers of; itself, where it makes numbers."""
     node, _ = behind_views(node)
     return cast("fx.Node", node.args[_CLONES.get(node.target, 0)] if node.target in (*_WRITES, *_CLONES) else node)
+
+
+def _goes_back(value: fx.Node, call: fx.Node) -> bool:
+    """Whether a write puts a part back where it was taken from: one write by several views, which Inductor takes for one."""
+    while value.target in _WRITES:
+        value = cast("fx.Node", value.args[0])
+    part, views = behind_views(value)
+    whole, above = behind_views(call.args[0])
+    steps = [(_packet(each), each.args[1:]) for each in views]
+    return part is whole and steps == [
+        *((_packet(each), each.args[1:]) for each in above),
+        (_packet(call).removesuffix("_scatter"), call.args[2:]),
+    ]
+
+
+def _packet(node: Any) -> str:
+    return str(node.target.overloadpacket.__name__)
 
 
 def _history(node: fx.Node) -> Iterator[fx.Node]:
