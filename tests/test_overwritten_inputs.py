@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 from lz_compile.lowering import inductor
 from lz_compile.lowering.overwritten_inputs import copy_what_is_overwritten, keep_what_was
 
+PLACES = torch.tensor([1, 3])
+
 
 def states(first: Tensor, second: Tensor, cache: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """Read, then overwritten, as a whole, in part and by steps; and read once more."""
@@ -26,6 +28,15 @@ def states(first: Tensor, second: Tensor, cache: Tensor, x: Tensor, weight: Tens
     return rows + again + (gate @ past.mT) @ past + (gate @ cache.clone().mT.sin()).sum(1, keepdim=True)
 
 
+def written_in_part(first: Tensor, second: Tensor, cache: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Parts that are overwritten, and what the backward pass reads of the whole, through views too."""
+    second[PLACES] = 0.0
+    cache[1:3] = x.detach()
+    first[0][2:4] = 1.0
+    found = (x * weight).sin() * second + ((x @ cache.T) @ cache).tanh() * first[0].expand(2, -1)
+    return found + x.exp() * cache[:2] + weight.cos() * cache[3].expand(2, -1)
+
+
 def decayed(first: Tensor, second: Tensor, cache: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """A weight that is made smaller ahead of its product, and states that move on."""
     with torch.no_grad():
@@ -35,7 +46,7 @@ def decayed(first: Tensor, second: Tensor, cache: Tensor, x: Tensor, weight: Ten
     return (x * weight).sin() * first + cache[:2].clone().cos() * weight
 
 
-@pytest.mark.parametrize("function", [states, decayed], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", [states, written_in_part, decayed], ids=lambda function: function.__name__)
 def test_a_backward_pass_reads_what_was_there_before(function: Callable[..., Tensor]) -> None:
     def run(called: Callable[..., Tensor]) -> list[Tensor]:
         torch.manual_seed(0)
@@ -60,9 +71,6 @@ def test_what_only_updates_an_input_reads_no_copy() -> None:
         node.meta["val"] = torch.ones(2)
     keep_what_was(graph)
     assert not graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
-
-
-PLACES = torch.tensor([1, 3])
 
 
 def moved(x: Tensor, y: Tensor) -> Tensor:

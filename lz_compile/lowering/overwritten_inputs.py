@@ -106,6 +106,25 @@ def _copy(value: fx.Node, *users: fx.Node) -> None:
         user.replace_input_with(value, copy)
 
 
+def hand_over_copies(graph: fx.Graph) -> None:
+    """Let a forward pass hand its backward copies of what it wrote to parts of its inputs.
+
+    Inductor (2.13) makes such a write in place, and AOTAutograd, to which it is a tensor of its own, lets the backward pass
+    use that memory for something else: the input changes. To be called on what becomes a forward pass, ahead of Inductor's
+    own passes.
+    """
+    if not any(str(each.target).startswith("primals") for each in graph.find_nodes(op="placeholder")):
+        return
+    overwritten = {call.args[0] for call in graph.find_nodes(op="call_function", target=_COPY)}
+    results = graph.output_node()
+    for result in results.all_input_nodes:
+        origin = result
+        while (before := _before(origin)) is not origin:
+            origin = before
+        if origin in overwritten and any(each.target in _WRITES for each in _history(result)):
+            _copy(result, results)
+
+
 def keep_what_was(graph: fx.Graph) -> None:
     """Let a forward pass and its backward read a copy of inputs that are overwritten at last, in place.
 
