@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
@@ -103,6 +104,16 @@ def swapped(x: Tensor, y: Tensor) -> Tensor:
     return x - y
 
 
+def copied_otherwise(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Copies that are spelled as casts and the like."""
+    kept = x.to(x.dtype, copy=True)
+    x.copy_(y)
+    y.copy_(kept)
+    x[:, PLACES] = x.repeat(1, 1)[:, :2]
+    y[PLACES] = 1.0
+    return x.to(x.dtype, copy=True), F.pad(y, (0, 0))
+
+
 def handed_out(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     """Copies of overwritten inputs, as of a state that is noted, and what became of a copy while the input went another way."""
     x[:, PLACES] = 0.0
@@ -114,7 +125,9 @@ def handed_out(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     return then, x.clone()[1:], went, went + 1
 
 
-@pytest.mark.parametrize("function", [moved, turned, swapped, handed_out], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", [moved, turned, swapped, copied_otherwise, handed_out], ids=lambda function: function.__name__
+)
 def test_what_is_overwritten_was_read_before_and_results_have_memory_of_their_own(
     function: Callable[..., object],
 ) -> None:

@@ -13,8 +13,12 @@ from lz_compile.lowering.regions import behind_views
 
 _ATEN = torch.ops.aten
 _COPY = _ATEN.copy_.default
-#: What Inductor drops where the result lies as the operand of that number does.
-_CLONES = {_ATEN.clone.default: 0, _ATEN.copy.default: 1}
+#: What Inductor drops where the result lies as the operand of that number does, and has its shape and dtype.
+_CLONES = {
+    **dict.fromkeys((_ATEN.clone.default, _ATEN.repeat.default, _ATEN.constant_pad_nd.default), 0),
+    torch.ops.prims.convert_element_type.default: 0,
+    _ATEN.copy.default: 1,
+}
 #: What Inductor may let write to its first operand.
 _WRITES = (
     *(_ATEN.index_put.default, _ATEN._unsafe_index_put.default, _ATEN.slice_scatter.default),
@@ -50,7 +54,7 @@ def copy_what_is_overwritten(graph: fx.Graph) -> None:
     results = graph.output_node()
     for result in results.all_input_nodes:
         if memory.get(result) in overwritten:
-            clone = next((each for each in _history(result) if each.target in _CLONES), None)
+            clone = next((each for each in _history(result) if _is_clone(each)), None)
             if clone is not None:
                 _copy(clone, *clone.users)
             elif result.target in _WRITES:
@@ -63,7 +67,16 @@ def copy_what_is_overwritten(graph: fx.Graph) -> None:
 def _before(node: Any) -> fx.Node:
     """What a node is a view of, writes to, or has the numbers of; itself, where it makes numbers."""
     node, _ = behind_views(node)
-    return cast("fx.Node", node.args[_CLONES.get(node.target, 0)] if node.target in (*_WRITES, *_CLONES) else node)
+    return cast(
+        "fx.Node", node.args[_CLONES.get(node.target, 0)] if node.target in _WRITES or _is_clone(node) else node
+    )
+
+
+def _is_clone(node: fx.Node) -> bool:
+    if node.target not in _CLONES:
+        return False
+    values = [each.meta.get("val") for each in (node, cast("fx.Node", node.args[_CLONES[node.target]]))]
+    return len({repr((each.shape, each.dtype)) for each in values if isinstance(each, torch.Tensor)}) < 2
 
 
 def _goes_back(value: fx.Node, call: fx.Node) -> bool:
@@ -85,7 +98,7 @@ def _packet(node: Any) -> str:
 
 def _history(node: fx.Node) -> Iterator[fx.Node]:
     """The writes and clones that lead to a node, the last one first."""
-    while (made := behind_views(node)[0]).target in (*_WRITES, *_CLONES):
+    while (made := behind_views(node)[0]).target in _WRITES or _is_clone(made):
         yield made
         node = _before(made)
 
