@@ -55,6 +55,7 @@ def near_misses() -> dict[str, Lookalike]:
         "centred_row_by_its_uncentred_root": Lookalike(centred_row_by_its_uncentred_root),
         "mean_subtracted_twice": Lookalike(mean_subtracted_twice),
         "clamped_from_above": Lookalike(clamped_from_above),
+        "floored_below_zero": Lookalike(floored_below_zero),
         "softmax_by_hand": Lookalike(softmax_by_hand),
         "batch_norm": Lookalike(batch_norm),
         "group_norm": Lookalike(group_norm),
@@ -191,6 +192,11 @@ def centred_row_by_its_uncentred_root(x: Tensor, y: Tensor, weight: Tensor) -> T
 def mean_subtracted_twice(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
     """Twice the mean is subtracted from the row."""
     return (x - 2 * x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True, unbiased=False) + EPS)
+
+
+def floored_below_zero(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """What is under the root is held to a number that has none."""
+    return x / x.pow(2).mean(-1, keepdim=True).clamp(min=-1.0).sqrt()
 
 
 def clamped_from_above(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
 from lz_compile.lowering import inductor
 from lz_compile.lowering.overwritten_inputs import copy_what_is_overwritten, keep_what_was
+
+PLACES = torch.tensor([1, 3])
 
 
 def states(first: Tensor, second: Tensor, cache: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -26,6 +29,15 @@ def states(first: Tensor, second: Tensor, cache: Tensor, x: Tensor, weight: Tens
     return rows + again + (gate @ past.mT) @ past + (gate @ cache.clone().mT.sin()).sum(1, keepdim=True)
 
 
+def written_in_part(first: Tensor, second: Tensor, cache: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Parts that are overwritten, and what the backward pass reads of the whole, through views too."""
+    second[PLACES] = 0.0
+    cache[1:3] = x.detach()
+    first[0][2:4] = 1.0
+    found = (x * weight).sin() * second + ((x @ cache.T) @ cache).tanh() * first[0].expand(2, -1)
+    return found + x.exp() * cache[:2] + weight.cos() * cache[3].expand(2, -1)
+
+
 def decayed(first: Tensor, second: Tensor, cache: Tensor, x: Tensor, weight: Tensor) -> Tensor:
     """A weight that is made smaller ahead of its product, and states that move on."""
     with torch.no_grad():
@@ -35,7 +47,7 @@ def decayed(first: Tensor, second: Tensor, cache: Tensor, x: Tensor, weight: Ten
     return (x * weight).sin() * first + cache[:2].clone().cos() * weight
 
 
-@pytest.mark.parametrize("function", [states, decayed], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", [states, written_in_part, decayed], ids=lambda function: function.__name__)
 def test_a_backward_pass_reads_what_was_there_before(function: Callable[..., Tensor]) -> None:
     def run(called: Callable[..., Tensor]) -> list[Tensor]:
         torch.manual_seed(0)
@@ -62,15 +74,14 @@ def test_what_only_updates_an_input_reads_no_copy() -> None:
     assert not graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default)
 
 
-PLACES = torch.tensor([1, 3])
-
-
 def moved(x: Tensor, y: Tensor) -> Tensor:
     """Values that lie in what they are written to: of inputs, of what is made here, through views, and added."""
     total = x.clone().sum()
     x[:, PLACES] = x.clone()[:, :2]
     y[1:] = y.clone()[:-1]
+    y[4:8][1:] = y.clone()[4:7]
     made = x * 2
+    made[2:6] = made[3:7].index_put((PLACES,), x[0])
     made.index_put_((PLACES,), made[:2].clone(), accumulate=True)
     made[:, PLACES] = made.clone()[:, 4:6]
     made.t()[PLACES] = made.clone().flip(0).t()[:2]
@@ -93,6 +104,16 @@ def swapped(x: Tensor, y: Tensor) -> Tensor:
     return x - y
 
 
+def copied_otherwise(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Copies that are spelled as casts and the like."""
+    kept = x.to(x.dtype, copy=True)
+    x.copy_(y)
+    y.copy_(kept)
+    x[:, PLACES] = x.repeat(1, 1)[:, :2]
+    y[PLACES] = 1.0
+    return x.to(x.dtype, copy=True), F.pad(y, (0, 0))
+
+
 def handed_out(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     """Copies of overwritten inputs, as of a state that is noted, and what became of a copy while the input went another way."""
     x[:, PLACES] = 0.0
@@ -104,7 +125,9 @@ def handed_out(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     return then, x.clone()[1:], went, went + 1
 
 
-@pytest.mark.parametrize("function", [moved, turned, swapped, handed_out], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", [moved, turned, swapped, copied_otherwise, handed_out], ids=lambda function: function.__name__
+)
 def test_what_is_overwritten_was_read_before_and_results_have_memory_of_their_own(
     function: Callable[..., object],
 ) -> None:
@@ -144,7 +167,19 @@ def cached(cache: Tensor, x: Tensor) -> Tensor:
     return x @ cache.T
 
 
-def test_what_is_written_to_a_cache_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+def cached_by_layers(cache: Tensor, x: Tensor) -> Tensor:
+    """Keys that are written to a part of a part of a cache, by two views and by three."""
+    layers = cache.view(4, 16, 64)
+    layers[0][2:4] = x[:2]
+    layers[1][:, PLACES] = x[:16, :2]
+    layers[2][4:8][1:3] = x[:2]
+    return x @ cache.T
+
+
+@pytest.mark.parametrize("cached", [cached, cached_by_layers])
+def test_what_is_written_to_a_cache_is_not_copied(
+    cached: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     targets: list[object] = []
 
     def noted(graph: fx.Graph) -> None:

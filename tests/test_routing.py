@@ -170,6 +170,18 @@ REFUSED: Mapping[str, tuple[Stop, str]] = {
         _stopped(lambda a, v, more: F.cosine_similarity(a, v, dim=-1) > 0.3),
         "[COSINE_FLOOR] the mask gt treats a of length 1e-07 otherwise than a cosine with norms of at least 1e-06",
     ),
+    "held_from_above": (
+        _stopped(lambda a, v, more: (a @ v) / (a.norm(dim=-1).clamp(1e-6, 1e4) * v.norm().clamp_min(1e-6)) > 0.3),
+        "[COSINE_NOT_NORMALISED] the mask gt depends on the lengths of a and v (1e+18 and 1), not on their cosine alone",
+    ),
+    "product_held_from_below": (
+        _stopped(
+            lambda a, v, more: (
+                (a @ v).clamp_min(-1e4) / (a.norm(dim=-1).clamp_min(1e-6) * v.norm().clamp_min(1e-6)) > -0.3
+            )
+        ),
+        "[COSINE_NOT_NORMALISED] the mask gt depends on the lengths of a and v (1e+18 and 1), not on their cosine alone",
+    ),
     "half_a_gradient": (
         lambda kept, a, v, delta, u, more: 0.5 * kept.detach() + 0.5 * kept,
         "[GRADIENT_SCALED] the kept adapter is 1 times its tensors, its gradient 0.5 times",
@@ -193,6 +205,15 @@ def test_masks_that_are_no_cosine_above_a_threshold_are_refused_with_the_reason(
     _, backend = run(layer(stop), Spelling().inputs(0))
     assert [without_places(str(miss.reason)) for miss in backend.report.near_misses if miss.op == "routing"] == [text]
     assert not [match for match in backend.report.matches if match.op == "routing"]
+
+
+def test_a_cosine_that_is_held_to_its_range_is_one() -> None:
+    def mask(a: Tensor, v: Tensor, more: Tensor) -> Tensor:
+        return ((a @ v) / (a.norm(dim=-1).clamp_min(1e-6) * v.norm().clamp_min(1e-6))).clamp(-1.0, 1.0) > 0.3
+
+    _, backend = run(layer(_stopped(mask)), Spelling().inputs(0))
+    (match,) = [match for match in backend.report.matches if match.op == "routing"]
+    assert (match.attributes["arm"], match.attributes["threshold"]) == ("act", 0.3)
 
 
 def _others(change: Callable[..., Any], gate: str = "none") -> Rewriting:

@@ -33,49 +33,26 @@ from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.lowering.configured import configuration
 from lz_compile.lowering.cpp_builds import element_by_element, kernels_joined, know_instructions
 from lz_compile.lowering.frames import RESTARTS, allow_counters, apart
-from lz_compile.lowering.overwritten_inputs import copy_what_is_overwritten, keep_what_was
+from lz_compile.lowering.overwritten_inputs import copy_what_is_overwritten, hand_over_copies, keep_what_was
 from lz_compile.lowering.regions import has_regions, untangle, writing_to_no_operand
 
 
 class _Fingerprint(CustomGraphPass):
-    """Changes no graph: puts our source and our decisions into Inductor's cache keys, around a pass of the user's."""
+    """Puts our source and our decisions into Inductor's cache keys, and a change of ours behind a pass of the user's."""
 
-    def __init__(self, key: str, inner: Any) -> None:
+    def __init__(self, key: str, inner: Any, change: Callable[[fx.Graph], None] | None = None) -> None:
         self._key = key
+        self._change = () if change is None else (change,)
         self._inner = tuple(inner) if isinstance(inner, (list, tuple)) else (inner,) * (inner is not None)
 
     def __call__(self, graph: fx.Graph) -> None:
-        for each in self._inner:
+        for each in (*self._inner, *self._change):
             each(graph)
 
     def uuid(self) -> Any:
         own = [getattr(each, "uuid", None) for each in self._inner]
         inner = [each() if callable(each) else None for each in own]
         return None if None in inner else (self._key, *inner)  # a pass without uuid bypasses the cache, as ever
-
-
-class _Untangling(_Fingerprint):
-    """Lets regions hand out nothing that lies in other memory, behind a pass of the user's."""
-
-    def __call__(self, graph: fx.Graph) -> None:
-        super().__call__(graph)
-        untangle(graph)
-
-
-class _Copying(_Fingerprint):
-    """Lets nothing be overwritten that is still read, behind a pass of the user's."""
-
-    def __call__(self, graph: fx.Graph) -> None:
-        super().__call__(graph)
-        copy_what_is_overwritten(graph)
-
-
-class _Keeping(_Fingerprint):
-    """Lets backward passes read what inputs were before they were overwritten, behind a pass of the user's."""
-
-    def __call__(self, graph: fx.Graph) -> None:
-        super().__call__(graph)
-        keep_what_was(graph)
 
 
 #: Results of 16 bits are rounded also where what reads them is computed along, and nothing is rounded otherwise for speed.
@@ -99,13 +76,13 @@ def compile_graph(
     ``rounds_alike`` lets pointwise code on CPUs give an element the same bits wherever it stands.
     """
     know_instructions(inputs)
-    patches = {**config, **_around("post_grad_custom_pre_pass", _Fingerprint, config, f"{cache_key}{rounds_alike}")}
+    patches = {**config, **_around("post_grad_custom_pre_pass", hand_over_copies, config, f"{cache_key}{rounds_alike}")}
     patches |= _ROUNDED_ALIKE if rounds_alike else {}
-    patches |= _around("joint_custom_pre_pass", _Copying, config, cache_key)
-    patches |= _around("joint_custom_post_pass", _Keeping, config, cache_key)
+    patches |= _around("joint_custom_pre_pass", copy_what_is_overwritten, config, cache_key)
+    patches |= _around("joint_custom_post_pass", keep_what_was, config, cache_key)
     folded = ExitStack()
     if has_regions(module):
-        patches |= _around("post_grad_custom_post_pass", _Untangling, config, cache_key)
+        patches |= _around("post_grad_custom_post_pass", untangle, config, cache_key)
         # A region's backward pass (2.13) writes to operands whose numbers are those of what the whole graph may write to.
         folded.enter_context(functorch_config.patch(donated_buffer=False))
         folded.enter_context(writing_to_no_operand(module))
@@ -309,9 +286,11 @@ def _bases(module: fx.GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:
     return found
 
 
-def _around(name: str, kind: type[_Fingerprint], config: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _around(
+    name: str, change: Callable[[fx.Graph], None], config: Mapping[str, Any], key: str
+) -> dict[str, _Fingerprint]:
     """A pass of ours around the user's."""
-    return {name: kind(key, config.get(name, getattr(inductor_config, name)))}
+    return {name: _Fingerprint(key, config.get(name, getattr(inductor_config, name)), change)}
 
 
 def _has_scans(module: fx.GraphModule) -> bool:

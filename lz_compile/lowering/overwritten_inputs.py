@@ -13,8 +13,12 @@ from lz_compile.lowering.regions import behind_views
 
 _ATEN = torch.ops.aten
 _COPY = _ATEN.copy_.default
-#: What Inductor drops where the result lies as the operand of that number does.
-_CLONES = {_ATEN.clone.default: 0, _ATEN.copy.default: 1}
+#: What Inductor drops where the result lies as the operand of that number does, and has its shape and dtype.
+_CLONES = {
+    **dict.fromkeys((_ATEN.clone.default, _ATEN.repeat.default, _ATEN.constant_pad_nd.default), 0),
+    torch.ops.prims.convert_element_type.default: 0,
+    _ATEN.copy.default: 1,
+}
 #: What Inductor may let write to its first operand.
 _WRITES = (
     *(_ATEN.index_put.default, _ATEN._unsafe_index_put.default, _ATEN.slice_scatter.default),
@@ -45,12 +49,12 @@ def copy_what_is_overwritten(graph: fx.Graph) -> None:
         overwritten.add(into)
     for call in [node for node in memory if node.target in _WRITES]:
         for value in [node for node in call.all_input_nodes if node is not call.args[0]]:
-            if memory[value] is memory[call]:
+            if memory[value] is memory[call] and not _goes_back(value, call):
                 _copy(value, call)
     results = graph.output_node()
     for result in results.all_input_nodes:
         if memory.get(result) in overwritten:
-            clone = next((each for each in _history(result) if each.target in _CLONES), None)
+            clone = next((each for each in _history(result) if _is_clone(each)), None)
             if clone is not None:
                 _copy(clone, *clone.users)
             elif result.target in _WRITES:
@@ -63,12 +67,38 @@ def copy_what_is_overwritten(graph: fx.Graph) -> None:
 def _before(node: Any) -> fx.Node:
     """What a node is a view of, writes to, or has the numbers of; itself, where it makes numbers."""
     node, _ = behind_views(node)
-    return cast("fx.Node", node.args[_CLONES.get(node.target, 0)] if node.target in (*_WRITES, *_CLONES) else node)
+    return cast(
+        "fx.Node", node.args[_CLONES.get(node.target, 0)] if node.target in _WRITES or _is_clone(node) else node
+    )
+
+
+def _is_clone(node: fx.Node) -> bool:
+    if node.target not in _CLONES:
+        return False
+    values = [each.meta.get("val") for each in (node, cast("fx.Node", node.args[_CLONES[node.target]]))]
+    return len({repr((each.shape, each.dtype)) for each in values if isinstance(each, torch.Tensor)}) < 2
+
+
+def _goes_back(value: fx.Node, call: fx.Node) -> bool:
+    """Whether a write puts a part back where it was taken from: one write by several views, which Inductor takes for one."""
+    while value.target in _WRITES:
+        value = cast("fx.Node", value.args[0])
+    part, views = behind_views(value)
+    whole, above = behind_views(call.args[0])
+    steps = [(_packet(each), each.args[1:]) for each in views]
+    return part is whole and steps == [
+        *((_packet(each), each.args[1:]) for each in above),
+        (_packet(call).removesuffix("_scatter"), call.args[2:]),
+    ]
+
+
+def _packet(node: Any) -> str:
+    return str(node.target.overloadpacket.__name__)
 
 
 def _history(node: fx.Node) -> Iterator[fx.Node]:
     """The writes and clones that lead to a node, the last one first."""
-    while (made := behind_views(node)[0]).target in (*_WRITES, *_CLONES):
+    while (made := behind_views(node)[0]).target in _WRITES or _is_clone(made):
         yield made
         node = _before(made)
 
@@ -87,6 +117,25 @@ def _copy(value: fx.Node, *users: fx.Node) -> None:
     copy.meta = {**value.meta, "val": held.clone(), "recompute": CheckpointPolicy.MUST_SAVE}
     for user in users:
         user.replace_input_with(value, copy)
+
+
+def hand_over_copies(graph: fx.Graph) -> None:
+    """Let a forward pass hand its backward copies of what it wrote to parts of its inputs.
+
+    Inductor (2.13) makes such a write in place, and AOTAutograd, to which it is a tensor of its own, lets the backward pass
+    use that memory for something else: the input changes. To be called on what becomes a forward pass, ahead of Inductor's
+    own passes.
+    """
+    if not any(str(each.target).startswith("primals") for each in graph.find_nodes(op="placeholder")):
+        return
+    overwritten = {call.args[0] for call in graph.find_nodes(op="call_function", target=_COPY)}
+    results = graph.output_node()
+    for result in results.all_input_nodes:
+        origin = result
+        while (before := _before(origin)) is not origin:
+            origin = before
+        if origin in overwritten and any(each.target in _WRITES for each in _history(result)):
+            _copy(result, results)
 
 
 def keep_what_was(graph: fx.Graph) -> None:

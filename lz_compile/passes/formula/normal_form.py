@@ -105,7 +105,7 @@ def _root(factor: sympy.Expr) -> _Root | None:
     if not factor.is_Pow:
         return _several(factor)
     base, exponent = factor.base, factor.exp
-    if base.func == AT_LEAST and not base.args[1].is_number:
+    if base.func == AT_LEAST and not (base.args[1].is_number and base.args[1] >= 0):
         return None
     if exponent == -_HALF:
         if base.func == AT_LEAST:  # the root of what is at least c is at least the root of c

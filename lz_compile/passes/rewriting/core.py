@@ -158,7 +158,7 @@ def find_core(effects: Effects, first: fx.Node, output: fx.Node, *, is_operand: 
 
 def core_between(effects: Effects, edges: Iterable[fx.Node], inside: Container[fx.Node], output: fx.Node) -> Core:
     """Of the nodes on paths from ``edges`` to ``output``, those that are ``inside``, or that nobody looks at."""
-    firsts = {*edges}
+    firsts = dict.fromkeys(edges)  # in their order: the first that is at fault is told
     cores = [find_core(effects, each, output) for each in firsts if effects.position[each] < effects.position[output]]
     between = {node for core in cores for node in core.nodes if node in inside or is_dead(node)}
     nodes = sorted(between - {*firsts, output}, key=effects.position.__getitem__)

@@ -146,6 +146,10 @@ def _general(mask: Leaf, why: str) -> RefusedError:
 # ---- the comparison as a function of three numbers -------------------------------------------------------------------
 
 
+#: A length beyond what anything is held to from above; its square is a number in float32.
+_FAR = 1e18
+
+
 def _threshold(mask: Leaf, difference: sympy.Expr) -> float:
     """The cosine at which a difference changes its sign, for all lengths; RefusedError where there is none."""
 
@@ -156,6 +160,7 @@ def _threshold(mask: Leaf, difference: sympy.Expr) -> float:
         )
 
     lengths = [(length, other) for length in (1.0, 0.03, 7.0, 300.0, 1e-5, 1e-7, 1e-9) for other in (0.2, 1.0, 5.0)]
+    lengths += [(_FAR, 1.0), (1.0, _FAR), (_FAR, _FAR)]
     zero = all(value(c, *each) * c > 0 for each in lengths for c in (-1.0, -0.3, -1e-3, 1e-3, 0.2, 1.0))
     if zero and not value(0.0, 1.0, 1.0) > 0 and not value(0.0, 0.0, 1.0) > 0:
         return 0.0
