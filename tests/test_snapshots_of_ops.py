@@ -309,8 +309,8 @@ before:
   query: f32[3, 4, 8]
   key_cache: f32[5, 2, 2, 8]
   value_cache: f32[5, 2, 2, 8]
-  lengths: i32[3]
   block_table: i32[3, 2]
+  lengths: i32[3]
   paged_attention: f32[3, 4, 8] = paged_attention(query, key_cache, value_cache, block_table, lengths, None, None, None, None, None, None, None, None, torch.float32, ...)
   reshape: f32[3, 4, 8] = reshape(paged_attention, 3, 4, 8)
   return [reshape]
@@ -318,8 +318,8 @@ after:
   query: f32[3, 4, 8]
   key_cache: f32[5, 2, 2, 8]
   value_cache: f32[5, 2, 2, 8]
-  lengths: i32[3]
   block_table: i32[3, 2]
+  lengths: i32[3]
   long: i64[3, 2] = long(block_table)
   clamp: i64[3, 2] = clamp(long, 0, 4)
   getitem: f32[3, 2, 2, 2, 8] = getitem(key_cache, clamp)
@@ -351,7 +351,7 @@ after:
   reshape: f32[3, 4, 8] = reshape(to_3, 3, 4, 8)
   return [reshape]
 report:
-  paged_attention: torch.paged_attention, rewritten, at `paged_calls.py`
+  paged_attention: torch.paged_attention, rewritten, at `kernel_operator.py`
     attributes: out_dtype=torch.float32
     formula: softmax(query key_cache[block_table]^T) value_cache[block_table], decode
     why: locked by options['layerzero.lock']""",
@@ -361,7 +361,7 @@ report:
         self.assertExpectedInline(
             missed(lz.paged_attention, *paged(0)),
             """\
-near miss of paged_attention at `paged_calls.py`
+near miss of paged_attention at `kernel_operator.py`
   [EMPTY] there are no queries, or no blocks
   -> leave the call out""",
         )
