@@ -53,9 +53,13 @@ class View:
             yield view
             view = view.parent
 
+    def tensors(self) -> list[View]:
+        """The same without what holds several pieces, as ``chunk`` does."""
+        return [each for each in self.above() if tensor_of(each.made) is not None]
+
     def cut(self) -> tuple[View, int, slice, bool] | None:
         """The tensor of which this is a slice along one dimension, that, where, and whether the dimension is dropped."""
-        whole = next((each for each in [*self.above()][1:] if tensor_of(each.made) is not None), None)
+        whole = next((each for each in self.tensors() if each is not self), None)
         own, other = tensor_of(self.made), None if whole is None else tensor_of(whole.made)
         if whole is None or own is None or other is None or own.dtype != other.dtype:
             return None

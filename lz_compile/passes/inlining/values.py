@@ -125,7 +125,7 @@ class _Stage:
         if view is None or ambient.is_transformed or not self._may_differ(node, view):
             return False
         place = self.effects.position[node]
-        whole = next((each for each in view.above() if self.memories.home(each, place) is not None), None)
+        whole = next((each for each in view.tensors() if self.memories.home(each, place) is not None), None)
         if whole is None or view.memory in self.uneven:
             return False
         if all(each.last <= place for each in view.memory.views):  # nobody would notice, but for a gradient of zeros
@@ -291,7 +291,7 @@ class _Stage:
 
 def _is_even(view: View) -> bool:
     """Whether a view is all of some memory, or pieces of pieces of it."""
-    return all(each.parent is None or each.shows_all or each.cut() is not None for each in view.above())
+    return all(each.parent is None or each.shows_all or each.cut() is not None for each in view.tensors())
 
 
 def _is_swept(root: fx.Node, writes: Sequence[tuple[fx.Node, fx.Node]]) -> bool:
