@@ -92,8 +92,10 @@ def turned(x: Tensor, y: Tensor) -> None:
     """An input that moves on when a part of it was overwritten, as a ring of states does."""
     x[:, PLACES] = 1.0
     x.copy_(x.roll(-1, 1))
+    y.copy_(y.roll(1))
     y[PLACES] = 0.5
     y.mul_(y.flip(0))
+    y.copy_(y.roll(3))
 
 
 def swapped(x: Tensor, y: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ def copy_what_is_overwritten(graph: fx.Graph) -> None:
 
     - values that lie in what they are written to: ``x[:, places] = x.clone()[:, :2]``;
     - what one input hands another when it was overwritten itself: two that change places;
+    - what an input becomes as a view of numbers that are computed of it: ``x.copy_(x.roll(1))``;
     - results that are an overwritten input: ``x[places] = 1; return x.clone()``; and what a backward pass reads later.
 
     To be called ahead of Inductor's own passes. Nothing is copied that the program did not clone, but values of writes.
@@ -44,7 +45,7 @@ def copy_what_is_overwritten(graph: fx.Graph) -> None:
     overwritten: set[fx.Node] = set()
     for call in graph.find_nodes(op="call_function", target=_COPY):
         into, value = call.args[:2]
-        if memory[value] in overwritten:
+        if memory[value] in overwritten or _is_computed_view(value):
             _copy(value, call)
         overwritten.add(into)
     for call in [node for node in memory if node.target in _WRITES]:
@@ -62,6 +63,14 @@ def copy_what_is_overwritten(graph: fx.Graph) -> None:
     for clone in graph.find_nodes(op="call_function", target=_ATEN.clone.default) if _is_training(graph) else ():
         if memory[clone] in overwritten and any(each.target in _WRITES for each in _history(clone)):
             _copy(clone, *clone.users)
+
+
+def _is_computed_view(value: Any) -> bool:
+    """Whether it may be computed where it is written: Inductor takes a view for memory that was written before."""
+    while _is_clone(value):
+        value = value.args[_CLONES[value.target]]
+    made, views = behind_views(value)
+    return bool(views) and made.op == "call_function" and made.target not in _WRITES
 
 
 def _before(node: Any) -> fx.Node:
