@@ -85,6 +85,7 @@ def moved(x: Tensor, y: Tensor) -> Tensor:
     made.index_put_((PLACES,), made[:2].clone(), accumulate=True)
     made[:, PLACES] = made.clone()[:, 4:6]
     made.t()[PLACES] = made.clone().flip(0).t()[:2]
+    made.chunk(2, -1)[1][PLACES] = made.clone().chunk(2, -1)[0][:2]
     return made + total
 
 
@@ -191,6 +192,7 @@ def test_what_is_written_to_a_cache_is_not_copied(
     monkeypatch.setattr(inductor, "copy_what_is_overwritten", noted)
     cache, x = torch.randn(64, 64), torch.randn(64, 64)
     expected = cached(cache.clone(), x)
-    torch.testing.assert_close(torch.compile(cached, backend="layerzero")(cache, x), expected)
+    with torch._inductor.config.patch(force_disable_caches=True):  # else the graph may be there already
+        torch.testing.assert_close(torch.compile(cached, backend="layerzero")(cache, x), expected)
     assert torch.ops.aten.index_put.default in targets
     assert torch.ops.aten.maximum.default not in targets

@@ -50,7 +50,7 @@ def copy_what_is_overwritten(graph: fx.Graph) -> None:
         overwritten.add(into)
     for call in [node for node in memory if node.target in _WRITES]:
         for value in [node for node in call.all_input_nodes if node is not call.args[0]]:
-            if memory[value] is memory[call] and not _goes_back(value, call):
+            if memory[value] is memory[call] and _is_cloned(value, call) and not _goes_back(value, call):
                 _copy(value, call)
     results = graph.output_node()
     for result in results.all_input_nodes:
@@ -88,6 +88,12 @@ def _is_clone(node: fx.Node) -> bool:
     return len({repr((each.shape, each.dtype)) for each in values if isinstance(each, torch.Tensor)}) < 2
 
 
+def _is_cloned(value: fx.Node, call: fx.Node) -> bool:
+    """Whether a program has copied a value of what it is written to; else eager PyTorch reads what it overwrites, too."""
+    apart = {*_history(value)} - {*_history(call)}
+    return any(_is_clone(each) and each.target is not _ATEN.copy.default for each in apart)
+
+
 def _goes_back(value: fx.Node, call: fx.Node) -> bool:
     """Whether a write puts a part back where it was taken from: one write by several views, which Inductor takes for one."""
     while value.target in _WRITES:
@@ -102,7 +108,7 @@ def _goes_back(value: fx.Node, call: fx.Node) -> bool:
 
 
 def _packet(node: Any) -> str:
-    return str(node.target.overloadpacket.__name__)
+    return str(getattr(node.target, "overloadpacket", node.target).__name__)
 
 
 def _history(node: fx.Node) -> Iterator[fx.Node]:
