@@ -99,6 +99,27 @@ def turned(x: Tensor, y: Tensor) -> None:
     y.copy_(y.roll(3))
 
 
+def rolled(x: Tensor, y: Tensor) -> None:
+    """Inputs that become views of what is computed of them."""
+    x.copy_(x.roll(1))
+    y[0] = 1.0
+    y.copy_(y.roll(3))
+
+
+def functional(x: Tensor, y: Tensor) -> Tensor:
+    """A result that an input becomes, without a clone in the program."""
+    put = x.index_put((PLACES,), y[:2])
+    x.copy_(put)
+    return put
+
+
+def complex_numbers(x: Tensor, y: Tensor) -> Tensor:
+    """What has no order changes places, too."""
+    numbers = torch.view_as_complex(x.view(64, 32, 2))
+    numbers[:, PLACES] = numbers.clone()[:, :2]
+    return numbers.abs() + y[:, :32]
+
+
 def swapped(x: Tensor, y: Tensor) -> Tensor:
     """Two inputs that change places."""
     kept = x.clone()
@@ -129,7 +150,9 @@ def handed_out(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
 
 
 @pytest.mark.parametrize(
-    "function", [moved, turned, swapped, copied_otherwise, handed_out], ids=lambda function: function.__name__
+    "function",
+    [moved, turned, rolled, functional, complex_numbers, swapped, copied_otherwise, handed_out],
+    ids=lambda function: function.__name__,
 )
 def test_what_is_overwritten_was_read_before_and_results_have_memory_of_their_own(
     function: Callable[..., object],
@@ -179,7 +202,13 @@ def cached_by_layers(cache: Tensor, x: Tensor) -> Tensor:
     return x @ cache.T
 
 
-@pytest.mark.parametrize("cached", [cached, cached_by_layers])
+def shifted(cache: Tensor, x: Tensor) -> Tensor:
+    """What the program itself has not copied: eager reads what it has just written."""
+    cache[:, PLACES.flip(0)] = cache[:, 1:][:, :2]
+    return x @ cache.T
+
+
+@pytest.mark.parametrize("cached", [cached, cached_by_layers, shifted])
 def test_what_is_written_to_a_cache_is_not_copied(
     cached: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,7 +50,7 @@ def copy_what_is_overwritten(graph: fx.Graph) -> None:
         overwritten.add(into)
     for call in [node for node in memory if node.target in _WRITES]:
         for value in [node for node in call.all_input_nodes if node is not call.args[0]]:
-            if memory[value] is memory[call] and _is_cloned(value, call) and not _goes_back(value, call):
+            if memory[value] is memory[call] and _is_cloned(value, call):
                 _copy(value, call)
     results = graph.output_node()
     for result in results.all_input_nodes:
@@ -60,9 +60,6 @@ def copy_what_is_overwritten(graph: fx.Graph) -> None:
                 _copy(clone, *clone.users)
             elif result.target in _WRITES:
                 _copy(result, results)
-    for clone in graph.find_nodes(op="call_function", target=_ATEN.clone.default) if _is_training(graph) else ():
-        if memory[clone] in overwritten and any(each.target in _WRITES for each in _history(clone)):
-            _copy(clone, *clone.users)
 
 
 def _is_computed_view(value: Any) -> bool:
@@ -92,23 +89,6 @@ def _is_cloned(value: fx.Node, call: fx.Node) -> bool:
     """Whether a program has copied a value of what it is written to; else eager PyTorch reads what it overwrites, too."""
     apart = {*_history(value)} - {*_history(call)}
     return any(_is_clone(each) and each.target is not _ATEN.copy.default for each in apart)
-
-
-def _goes_back(value: fx.Node, call: fx.Node) -> bool:
-    """Whether a write puts a part back where it was taken from: one write by several views, which Inductor takes for one."""
-    while value.target in _WRITES:
-        value = cast("fx.Node", value.args[0])
-    part, views = behind_views(value)
-    whole, above = behind_views(call.args[0])
-    steps = [(_packet(each), each.args[1:]) for each in views]
-    return part is whole and steps == [
-        *((_packet(each), each.args[1:]) for each in above),
-        (_packet(call).removesuffix("_scatter"), call.args[2:]),
-    ]
-
-
-def _packet(node: Any) -> str:
-    return str(getattr(node.target, "overloadpacket", node.target).__name__)
 
 
 def _history(node: fx.Node) -> Iterator[fx.Node]:
