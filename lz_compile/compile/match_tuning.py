@@ -55,7 +55,7 @@ def little(graph: fx.Graph) -> float:
 
 
 def open_question(decision: Decision, problem: Problem, times: int, left_s: float) -> list[str]:
-    """The best two kernels, where estimates cannot tell which one is faster and finding out pays; else none.
+    """The best kernel and what may be better, where estimates cannot tell which one is faster and finding out pays; else none.
 
     Args:
         decision: what would be chosen.
@@ -64,12 +64,13 @@ def open_question(decision: Decision, problem: Problem, times: int, left_s: floa
         left_s: for measuring.
     """
     same = {DISPATCH, problem.source_kernel, problem.left_as}  # as leaving it alone, which is there as well
-    best = [each for each in decision.candidates if not each.against and each.kernel.kernel_id not in same][:2]
+    best = [each for each in decision.candidates if not each.against and each.kernel.kernel_id not in same]
+    best = [*best[:1], *sorted(best[1:], key=lambda each: each.estimate.least)[:1]]
     parts = [each.estimate.parts_us for each in best if each.estimate.parts_us is not None]
     if problem.symbols is not None or len(parts) < 2 or any(each.notes for each in best):  # a wish tells
         return []
     first, second = (each.estimate for each in best)
-    if second.relative_latency > first.relative_latency * (1 + first.noise):
+    if second.least > first.relative_latency * (1 + first.noise):
         return []
     once_s = 1e-6 * max(sum(each.values()) for each in parts)
     names = [each.kernel.kernel_id for each in best]

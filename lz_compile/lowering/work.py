@@ -16,13 +16,16 @@ from typing import Literal, TypeAlias
 #: fused_training   those of its forward, where a backward follows
 #: fused_row        elements of keys and values that the fused kernel reads for one query, at a number of keys
 #: fresh            bytes of memory that the allocator takes from the operating system at every call
+#: unheld           such bytes where a heap may hold them ready as well, which no size tells
 #: call             operators that are called one by one
 Kind: TypeAlias = Literal[
-    "product", "row", "group", "pointwise", "fused", "fused_training", "fused_row", "fresh", "call"
+    "product", "row", "group", "pointwise", "fused", "fused_training", "fused_row", "fresh", "unheld", "call"
 ]
 
-#: Blocks of at least so many bytes go back to the operating system when they are freed (glibc's DEFAULT_MMAP_THRESHOLD_MAX).
+#: Blocks of at least so many bytes go back to the operating system when they are freed (glibc's DEFAULT_MMAP_THRESHOLD_MAX),
+#: unless they fit into what a heap keeps at its end, which is up to twice as much.
 FRESH_FROM = 1 << 25
+KEPT = 2 * FRESH_FROM
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,11 @@ class Work:
     size: Mapping[Kind, float] = field(default_factory=dict)
 
 
-def fresh(*buffers: float) -> float:
-    """Of buffers of so many bytes, the bytes of those that are new memory at every call."""
-    return sum(each for each in buffers if each >= FRESH_FROM)
+def fresh(*buffers: float, times: float = 1) -> dict[Kind, float]:
+    """Of buffers of so many bytes, the bytes of those that are new memory at every call, or may be."""
+    large = [each for each in buffers if each >= FRESH_FROM]
+    kinds: dict[Kind, float] = {
+        "fresh": times * sum(each for each in large if each >= KEPT),
+        "unheld": times * sum(each for each in large if each < KEPT),
+    }
+    return kinds

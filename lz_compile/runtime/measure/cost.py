@@ -29,7 +29,7 @@ from lz_compile.ground.hardware import Hardware, hardware
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.store import Store
 from lz_compile.lowering import frames
-from lz_compile.lowering.work import FRESH_FROM, Kind, Work
+from lz_compile.lowering.work import KEPT, Kind, Work
 from lz_compile.runtime.problem.context import SelectionContext, name_of
 
 #: What two estimates may differ by without one being faster: the model's own error.
@@ -43,8 +43,8 @@ _PASSES, _LEAST_S = 3, 1e-3
 _AGREE = 1.6
 #: The share of the time that a thread has at least where nothing else runs: one of three on two cores has 0.67.
 _OWN = 0.8
-#: Bytes that no heap holds ready, which keeps twice the size of what goes back to the operating system.
-_LARGE = 2 * FRESH_FROM + (1 << 23)
+#: Bytes that no heap holds ready.
+_LARGE = KEPT + (1 << 23)
 _lock = threading.Lock()
 _is_impersonal: ContextVar[bool] = ContextVar("lz_compile_usual_rates", default=False)
 
@@ -72,7 +72,7 @@ class Rates:
 
     def _rate(self, kind: Kind, size: float) -> float:
         """That at a size: geometrically between those that were measured, the nearest beyond them."""
-        points = self.by_kind[kind]
+        points = self.by_kind["fresh" if kind == "unheld" else kind]
         (low, first), (high, last) = points[0], points[-1]
         if len(points) == 1 or size <= low:
             return first

@@ -48,6 +48,12 @@ class Estimate:
     parts_us: Mapping[str, float] | None = None
 
     @property
+    def least(self) -> float:
+        """The latency if a heap holds the memory ready that may be new."""
+        parts = self.parts_us or {}
+        return self.relative_latency * (1 - parts.get("unheld", 0.0) / max(sum(parts.values()), 1e-9))
+
+    @property
     def is_measured(self) -> bool:
         """Whether it rests on measurements of this machine."""
         return self.origin == "measured"

@@ -101,7 +101,7 @@ def _written_out(x: _Shape) -> Work:
         return _work(x, {"row": (1.3 if x.is_half else 1.0) * x.looked_at, "pointwise": points, "call": 2})
     times = 3 if x.is_training else 1
     memory = fresh(*(x.scores * each for each in x.buffers * (2 if x.is_training else 1)))
-    return _work(x, {"product": times * x.flops, "pointwise": times * points, "fresh": memory, "call": 4 * times})
+    return _work(x, {"product": times * x.flops, "pointwise": times * points, **memory, "call": 4 * times})
 
 
 def _fused(x: _Shape) -> Work:
@@ -147,13 +147,12 @@ def _blocked(x: _Shape) -> Work:
     times, blocks = 4 if x.is_training else 1, math.ceil(x.queries / block)
     # Blocks of one size share their memory; causal ones see more keys each, and differ.
     shares = [(i + 1) / blocks for i in range(blocks)] if causal < 1.0 and blocks <= MAX_KINDS else [1.0]
-    memory = fresh(*(each * x.scores / blocks * share for share in shares for each in x.buffers))
+    memory = fresh(*(each * x.scores / blocks * share for share in shares for each in x.buffers), times=times)
     amounts: dict[Kind, float] = {
         "product": times * x.flops * seen,
         "pointwise": times * points,
-        "fresh": times * memory,
     }
-    return _work(x, {**amounts, "call": 3 * times * blocks}, rows=BLOCK)
+    return _work(x, {**amounts, **memory, "call": 3 * times * blocks}, rows=BLOCK)
 
 
 def _work(x: _Shape, amounts: Mapping[Kind, float], rows: int | None = None) -> Work:
