@@ -91,6 +91,13 @@ def _llama(size: Size) -> Built:
     return model, {"input_ids": _ids(size)}
 
 
+def _gemma2(size: Size) -> Built:
+    """Capped scores; every other layer slides over 4,096 tokens."""
+    groups, dims = max(1, size.heads // 2), {"head_dim": 64, "query_pre_attn_scalar": 64}
+    model = _transformers("gemma2", size, **_common(size), **dims, num_key_value_heads=groups)
+    return model, {"input_ids": _ids(size)}
+
+
 def _gpt2(size: Size) -> Built:
     sizes = {"n_embd": size.hidden, "n_layer": size.layers, "n_head": size.heads, "n_positions": max(size.length, 512)}
     return _transformers("gpt2", size, **sizes, bos_token_id=1, eos_token_id=2), {"input_ids": _ids(size)}
@@ -133,6 +140,7 @@ def _spread(model: nn.Module) -> nn.Module:
 
 SHAPES: dict[str, Callable[[Size], Built]] = {
     "llama": _llama,
+    "gemma2": _gemma2,
     "gpt2": _gpt2,
     "bert": _bert,
     "t5": _t5,
