@@ -24,10 +24,9 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.distances import is_distance
 from lz_compile.passes.formula.pointwise import is_pointwise
-from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.refusal import OUT_OF_PLACE, NearMiss, RefusedError, told
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import OUT_OF_PLACE, MutatedError, NearMiss, RefusedError, refusal_of, told
 from lz_compile.passes.graph.view import EMITTED, Call, is_floating, known_tensor, reached, tensor_of, where_of
-from lz_compile.passes.rewriting.match import refusal_of
 
 _NORMALISED = frozenset({"softmax", "log_softmax"})
 _EXPONENTIALS = frozenset({"exp", "exp2"})

@@ -29,13 +29,13 @@ from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, broadcast_from, fresh, regroup
 from lz_compile.passes.formula.pointwise import is_pointwise
-from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.refusal import OUT_OF_PLACE, NearMiss, RefusedError, reshaped
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import OUT_OF_PLACE, MutatedError, NearMiss, RefusedError, refusal_of, reshaped
 from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of, where_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.meaning import Meanings
 from lz_compile.passes.rewriting.core import find_core
-from lz_compile.passes.rewriting.match import Driver, Match, Outcome, refusal_of
+from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 from lz_compile.passes.rewriting.twins import Twins
 
 #: Calls that may be the last one of an attention (a division may follow).
