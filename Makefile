@@ -24,11 +24,12 @@ test: $(STAMP) ## run the tests, slow ones included; of cases that are drawn or 
 test-thorough: export LZ_TEST_THOROUGH := 1
 test-thorough: test ## run all cases of all tests
 
-lint: $(STAMP) ## check style, formatting and types
+lint: $(STAMP) ## check style, formatting, types, and what one has to read
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
+	$(PY) scripts/reading_cost.py lz_compile.passes.attention.recogniser --files 20 --lines 5000
 
 fmt: $(STAMP) ## format, and mend what ruff can mend
 	$(PY) -m ruff check --fix .

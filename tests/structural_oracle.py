@@ -33,7 +33,7 @@ from lz_compile.compile.options import split
 from lz_compile.lowering import configured, inductor
 from lz_compile.passes.graph.refusal import NearMiss
 from lz_compile.passes.loops.recurrence.distribute import Distributed
-from lz_compile.passes.loops.roll import reroll
+from lz_compile.passes.loops.roll import worthwhile
 from lz_compile.passes.loops.roll.scan_outputs import scans_of_ours
 from lz_compile.passes.proof.running import run_steps
 from lz_compile.report.report import GraphReport
@@ -324,7 +324,7 @@ def counting() -> Iterator[Counter[str]]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(reading, "apply_places", counted_places))
         for name, number in _LONG.items():
-            stack.enter_context(patch.object(reroll, name, number))
+            stack.enter_context(patch.object(worthwhile, name, number))
         for name in STAGES:
             stack.enter_context(patch.object(reading, name, counted(name, getattr(reading, name))))
         yield found

@@ -31,7 +31,7 @@ from lz_compile.passes.formula.expressions import (
     tidy,
 )
 from lz_compile.passes.formula.layout import read_input_dims
-from lz_compile.passes.graph.effects import MutatedError
+from lz_compile.passes.graph.refusal import MutatedError
 from lz_compile.passes.graph.view import read, tensor_of
 from lz_compile.passes.rewriting.builder import Builder
 from tests.graphs import (

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from lz_compile.errors import RewriteFailedError
 from lz_compile.lowering.ops import norm as norm_op
-from lz_compile.passes.attention import recogniser as attention
+from lz_compile.passes.attention import matching as attention
 from lz_compile.passes.mlp import recogniser as mlp
 from lz_compile.passes.norm import recogniser as norm
 from lz_compile.passes.rope import recogniser as rope
@@ -50,7 +50,7 @@ def activated(x: Tensor) -> Tensor:
 READERS: dict[str, tuple[Callable[[Tensor], Tensor], Any, str]] = {
     "norm": (rms, norm, "_read"),
     "rope": (turned, rope, "_read"),
-    "attention": (attended, attention, "_read_unless_reshaped"),
+    "attention": (attended, attention, "_read"),
     "mlp": (activated, mlp, "read_activation"),
 }
 

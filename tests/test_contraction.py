@@ -21,7 +21,7 @@ from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims, atoms, axes_of, fresh
 from lz_compile.passes.formula.contraction import Contraction, Factor
-from lz_compile.passes.graph.effects import MutatedError
+from lz_compile.passes.graph.refusal import MutatedError
 from lz_compile.passes.graph.view import read, tensor_of
 from tests.graphs import capture, effects_of, in_order, number_of, output_of, outputs_of, parameters_of, run, symbols
 

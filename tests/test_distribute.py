@@ -268,7 +268,7 @@ READS = {
 @pytest.mark.parametrize("update", OPAQUE)
 def test_what_no_kernel_takes_of_a_long_loop_runs_step_by_step_again(update, reads, is_graded, monkeypatch):
     for name, number in {"WORTHWHILE_CALLS": 80, "MANY_CALLS": 100}.items():
-        monkeypatch.setattr(f"lz_compile.passes.loops.roll.reroll.{name}", number)
+        monkeypatch.setattr(f"lz_compile.passes.loops.roll.worthwhile.{name}", number)
 
     def program(f, i, start):
         m, h, late, out = start, start * 0.5, start * 0, torch.zeros_like(f)

@@ -9,9 +9,8 @@ import torch
 from torch import fx
 
 from lz_compile.passes.formula.axes import LayoutError
-from lz_compile.passes.graph.effects import MutatedError
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
+from lz_compile.passes.graph.refusal import Failure, MutatedError, NearMiss, RefusedError
 from lz_compile.passes.graph.view import EMITTED
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Driver, Found, Match, Outcome, Site, TableEmitter

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 from lz_compile.ground.isolation import isolated
 from lz_compile.passes.graph.view import needed
 from lz_compile.passes.proof import running
-from lz_compile.passes.proof.resize import all_axes, representative_sizes
 from lz_compile.passes.proof.running import NotRunnableError, Subgraph, run
+from lz_compile.passes.proof.sizes import all_axes, representative_sizes
 from lz_compile.passes.recognisers import recognisers
 from lz_compile.passes.rewriting.match import Match
 

@@ -581,7 +581,7 @@ def test_by_default_a_kernel_takes_the_place_of_many_launches_only(steps, contra
 def test_a_loop_is_rolled_where_its_graph_would_take_minutes_to_compile(monkeypatch):
     function, inputs = moving_average(13, more=18), sequences(B, 13, D)
     assert [loop.kept.code for loop in rolled(function, *inputs, policy="auto").loops] == ["LOOP_SHORT"]
-    monkeypatch.setattr("lz_compile.passes.loops.roll.reroll.MANY_CALLS", 260)
+    monkeypatch.setattr("lz_compile.passes.loops.roll.worthwhile.MANY_CALLS", 260)
     assert rolled(function, *inputs, policy="auto").steps == [13]
 
 
@@ -656,7 +656,7 @@ def test_short_loops_are_kept_unless_their_step_is_special():
 
 
 def test_long_loops_are_rolled_unless_all_are_to_be_kept(monkeypatch):
-    monkeypatch.setattr("lz_compile.passes.loops.roll.reroll.MANY_CALLS", 260)
+    monkeypatch.setattr("lz_compile.passes.loops.roll.worthwhile.MANY_CALLS", 260)
     function, inputs = moving_average(13, more=18), sequences(B, 13, D)
     assert rolled(function, *inputs, policy="auto").steps == [13]
     kept = rolled(function, *inputs, policy="keep")

@@ -16,8 +16,9 @@ from lz_compile.lowering import configured, frames, inductor
 from lz_compile.passes.formula.axes import atoms, axes_of
 from lz_compile.passes.graph.view import tensor_of, value_of
 from lz_compile.passes.proof.cases import Case, inputs_of
-from lz_compile.passes.proof.resize import representative_sizes, resized, whole
+from lz_compile.passes.proof.resize import resized, whole
 from lz_compile.passes.proof.running import Sizes, Subgraph
+from lz_compile.passes.proof.sizes import representative_sizes
 from lz_compile.passes.proof.validate import verdict_key
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.runtime.problem.context import UNKNOWN_SIZE, SelectionContext, of_facts, sizes_of

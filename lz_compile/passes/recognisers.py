@@ -1,6 +1,6 @@
 """One recogniser per op: the ``recognise(graph, effects)`` of the module ``recogniser`` in the room named like the op.
 
-Anchors are read by a :class:`~lz_compile.passes.rewriting.driver.Driver`, so that one that fails costs no other one.
+Anchors are read by a :class:`~lz_compile.passes.rewriting.match.Driver`, so that one that fails costs no other one.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 
 from torch import fx
 
+from lz_compile.passes.attention.matching import attentions
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.masks.reading import Masks
 from lz_compile.passes.paged_attention.gathered import matched
@@ -24,16 +25,15 @@ Recogniser = Callable[[fx.Graph, Effects], Iterator[Outcome]]
 def recognisers() -> Mapping[str, Recogniser]:
     """All recognisers by op, in alphabetical order."""
     rooms = Path(__file__).parent.glob("*/recogniser.py")
-    ops = sorted(path.parent.name for path in rooms)
+    ops = {path.parent.name for path in rooms} - {"attention"}
     found = {op: importlib.import_module(f"{__package__}.{op}.recogniser").recognise for op in ops}
-    attention: Callable[..., Iterator[Outcome]] = found["attention"]
+    return dict(sorted({**found, "attention": _attentions}.items()))
 
-    def of_masks(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
-        """Attention asks what masks mean, and not how they are read, nor which op keeps its keys in a cache."""
-        masks = Masks(effects)
-        return attention(graph, effects, masks, partial(matched, masks))
 
-    return {**found, "attention": of_masks}
+def _attentions(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
+    """Attention asks what masks mean, and not how they are read, nor which op keeps its keys in a cache."""
+    masks = Masks(effects)
+    return attentions(graph, effects, masks, partial(matched, masks))
 
 
 recognisers()  # imported with the package: the first compile does not pay for it

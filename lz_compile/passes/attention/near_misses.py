@@ -9,7 +9,7 @@ axis of the keys stays what it is, which tells them from a router, whose weights
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import fx
@@ -17,17 +17,15 @@ from torch import fx
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import scores
-from lz_compile.passes.attention.operand import is_weight
-from lz_compile.passes.attention.scores import Scores
+from lz_compile.passes.attention.scores import FAR, is_product, is_weight, mixed_scores, path_to, scores_behind
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.distances import is_distance
 from lz_compile.passes.formula.pointwise import is_pointwise
-from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.refusal import OUT_OF_PLACE, NearMiss, RefusedError, told
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import OUT_OF_PLACE, MutatedError, NearMiss, RefusedError, refusal_of, told
 from lz_compile.passes.graph.view import EMITTED, Call, is_floating, known_tensor, reached, tensor_of, where_of
-from lz_compile.passes.rewriting.match import refusal_of
 
 _NORMALISED = frozenset({"softmax", "log_softmax"})
 _EXPONENTIALS = frozenset({"exp", "exp2"})
@@ -56,8 +54,6 @@ _WITHOUT_VALUES = (
     Reason("NO_VALUES", "the probabilities meet no values in this graph"),
     "multiply values by them in the same graph",
 )
-#: How far from a softmax its scores and its values are looked for, in nodes.
-_FAR = 64
 
 
 def unread(op: str, graph: fx.Graph, effects: Effects, covered: Collection[fx.Node]) -> Iterator[NearMiss]:
@@ -88,10 +84,10 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
     if not keys:  # of one element: the softmax gives one
         return None
     inner, refused = _read(region, call, dims, keys)
-    after = _path(
+    after = path_to(
         [call.node],
         lambda node: node.users,
-        lambda node: _is_product(region, node, call.node),
+        lambda node: is_product(region, node, call.node),
         lambda node: effects.name(node) in {"", *_PICKS},
     )
     if inner is not None:
@@ -103,11 +99,11 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
         if after is not None:
             return _through(effects, "probabilities", after[1:])
         is_picked = (
-            _path([call.node], lambda node: node.users, lambda node: effects.name(node) in _PICKS, lambda _: False)
+            path_to([call.node], lambda node: node.users, lambda node: effects.name(node) in _PICKS, lambda _: False)
             is not None
         )
         return None if is_picked else _WITHOUT_VALUES
-    before = _scores_behind(region, call.input, lambda node: node in covered or effects.name(node) in _NORMALISED)
+    before = scores_behind(region, call.input, lambda node: node in covered or effects.name(node) in _NORMALISED)
     if after is None:
         return _PLACE_BY_PLACE if before is not None and _weighs_by_place(effects, call, before) else None
     if before is None:
@@ -199,7 +195,7 @@ def _made_of(effects: Effects, node: fx.Node) -> set[fx.Node]:
         is_passed = call is not None and (is_pointwise(call) or layout.rearranges(call))
         return each.all_input_nodes if is_passed and is_floating(each) else []
 
-    return {each for each in reached([node], above, _FAR) if is_floating(each) and not above(each)}
+    return {each for each in reached([node], above, FAR) if is_floating(each) and not above(each)}
 
 
 def _is_whole(node: fx.Node, scores: fx.Node) -> bool:
@@ -222,70 +218,6 @@ def _through(effects: Effects, what: str, path: list[fx.Node]) -> tuple[Reason, 
     return Reason(f"{what.upper()}_NOT_READ", text), edit
 
 
-def _path(
-    start: list[fx.Node],
-    following: Callable[[fx.Node], Iterable[fx.Node]],
-    is_goal: Callable[[fx.Node], bool],
-    is_end: Callable[[fx.Node], bool],
-) -> list[fx.Node] | None:
-    """The shortest way from ``start`` to a goal, past floating-point values (and tuples) only, not far."""
-    previous: dict[fx.Node, fx.Node | None] = dict.fromkeys(start)
-    queue = list(start)
-    while queue and len(previous) < _FAR:
-        node = queue.pop(0)
-        if is_goal(node):
-            path = [node]
-            while (parent := previous[path[-1]]) is not None:
-                path.append(parent)
-            return path[::-1]
-        if is_end(node):
-            continue
-        for each in following(node):
-            tensor = tensor_of(each)
-            if each not in previous and (tensor is None or tensor.is_floating_point()):
-                previous[each] = node
-                queue.append(each)
-    return None
-
-
-def _is_product(region: Region, node: fx.Node, besides: fx.Node | None = None) -> bool:
-    call = region.effects.calls.get(node)
-    if call is None or node is besides:
-        return False
-    is_call = call.name in contraction.PRODUCTS or call.name == "scaled_dot_product_attention"
-    return is_call or (call.name == "sum" and contraction.is_product_sum(region, call))
-
-
-def _factors(effects: Effects, node: fx.Node) -> list[fx.Node]:
-    call = effects.calls[node]
-    given = [] if call is None else [call.get(name) for name in ("batch1", "batch2")]
-    return [x for x in given if isinstance(x, fx.Node)] or list(node.all_input_nodes)
-
-
-def has_scores(region: Region, node: fx.Node) -> bool:
-    """Whether ``node`` was made, in any way, of a product of two computed tensors, no product with a weight between."""
-    return _scores_behind(region, node, lambda _: False) is not None
-
-
-def _scores_behind(region: Region, node: fx.Node, is_end: Callable[[fx.Node], bool]) -> list[fx.Node] | None:
-    return _path(
-        [node],
-        lambda each: each.all_input_nodes,
-        lambda each: (
-            (_is_product(region, each) or is_distance(region.effects, each))
-            and not any(map(is_weight, _factors(region.effects, each)))
-        ),
-        lambda each: is_end(each) or _is_product(region, each) or _is_pooled(region, each),
-    )
-
-
-def _is_pooled(region: Region, node: fx.Node) -> bool:
-    """Whether a call averages over places: what is behind it are features, no scores of one place for another."""
-    call = region.effects.calls.get(node)
-    dims = None if call is None or call.name != "mean" else call.get("dim")
-    return call is not None and ("avg_pool" in call.name or (isinstance(dims, (tuple, list)) and len(dims) > 1))
-
-
 _EDIT = "mix the heads of the output instead; as it is, no kernel can do better than Inductor's own code"
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 
@@ -300,17 +232,6 @@ def is_pointwise_convolution(call: Call) -> bool:
     """Whether a call is a convolution over single elements, which mixes channels: of scores, those are the heads."""
     weight = tensor_of(call.arguments.get("weight", call.arguments.get("#1")))
     return call.name in _CONVOLUTIONS and weight is not None and all(size == 1 for size in shape_of(weight)[2:])
-
-
-def mixed_scores(region: Region, found: Scores, keys: tuple[Axis, ...]) -> bool:
-    """Whether what looks like a product of queries and keys mixes the scores of heads, which are such a product."""
-    if not is_weight(found.query.node):
-        return False
-    expression = region.express(found.key.node, found.key.dims, found.leaf.node)
-    inner = scores.read(region, expression, keys)
-    if inner is None or is_weight(inner.query.node) or is_weight(inner.key.node):
-        return False
-    return set(atoms(found.summed)) <= set(axes_of(inner.query.dims)) & set(axes_of(inner.key.dims))
 
 
 def mixes_probabilities(region: Region, product: fx.Node, softmax: fx.Node) -> bool:

@@ -14,7 +14,7 @@ from lz_compile.passes.formula.axes import Dims, LayoutError
 from lz_compile.passes.formula.contraction import Factor
 from lz_compile.passes.formula.expressions import is_lossless, number, specialised
 from lz_compile.passes.graph.refusal import RefusedError, told
-from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 
 @dataclass(frozen=True)
@@ -79,27 +79,3 @@ def _step(region: Region, call: Call, dims: Dims) -> tuple[fx.Node, Dims, sympy.
     except LayoutError:
         return None
     return None if read is None else (inner, read, sympy.S.One)
-
-
-# ---- weights ---------------------------------------------------------------------------------------------------------
-
-
-#: How many nodes are looked at.
-_FAR = 64
-#: A weight is a matrix; what was made of parameters and has more dimensions may be learned queries.
-_WEIGHT_RANK = 2
-
-
-def is_weight(node: fx.Node) -> bool:
-    """Whether a factor is a parameter, or a matrix that was made of parameters alone."""
-    source = node
-    while source.op != "placeholder" and len(source.all_input_nodes) == 1:
-        source = source.all_input_nodes[0]
-    if isinstance(tensor_of(source), torch.nn.Parameter):
-        return True
-    tensor = tensor_of(node)
-    if tensor is None or tensor.dim() > _WEIGHT_RANK:
-        return False
-    above = [*reached([node], most=_FAR)]
-    inputs = [tensor_of(each) for each in above if each.op == "placeholder"]
-    return 0 < len(inputs) <= len(above) < _FAR and all(isinstance(each, torch.nn.Parameter) for each in inputs)

@@ -7,8 +7,6 @@ that is needed to bring operands into ``[B, H, S, D]`` and the result back, what
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import sympy
 import torch
 from torch import fx
@@ -17,10 +15,11 @@ from lz_compile.lowering.attention_attributes import AttentionAttrs, MaskedRows
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
 from lz_compile.passes.attention.operand import Operand, peel
 from lz_compile.passes.attention.probabilities import Probabilities
+from lz_compile.passes.attention.recogniser import Weighing
 from lz_compile.passes.attention.scores import Scores
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
-from lz_compile.passes.formula.contraction import PRODUCTS, Factor
+from lz_compile.passes.formula.contraction import PRODUCTS
 from lz_compile.passes.formula.expressions import INFINITY, is_lossless, tidy
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor, reached, read, tensor_of, tensor_operands
@@ -30,26 +29,14 @@ from lz_compile.passes.masks import finite as masks_finite
 _ENDS = PRODUCTS | {"softmax", "log_softmax"}
 
 
-@dataclass(frozen=True)
-class Weighing:
-    """Values that are summed up over ``keys`` with the probabilities of scores as weights, times a ``gain``."""
-
-    scores: Scores
-    probabilities: Probabilities
-    keys: tuple[Axis, ...]
-    value: Factor
-    output: fx.Node
-    output_dims: Dims
-    gain: sympy.Expr = sympy.S.One
-
-
-def assign_roles(region: Region, read: Weighing) -> AttentionEmitter:
+def assign_roles(read: Weighing) -> AttentionEmitter:
     """Name the axes of an attention that was read, and choose the dtype that its kernel computes in.
 
     Raises:
         RefusedError: an axis plays two roles, or a gain depends on query and key together.
     """
-    inner, found, output = read.scores, read.probabilities, read.output
+    region, inner, found, output = read.region, read.scores, read.probabilities, read.output
+    _check_range(region, inner.bias)
     passed: dict[fx.Node, Dims] = {}
     query, key = (peel(region, each, inner.leaf.node, passed) for each in (inner.query, inner.key))
     values = peel(region, read.value, output, passed)
@@ -90,6 +77,18 @@ def assign_roles(region: Region, read: Weighing) -> AttentionEmitter:
         read.output_dims, dtype, attrs, passed, floor, inner.fill or sympy.S.Zero,
         found.rounds_masked_rows or (found.is_exponential and not inner.is_shifted), distance=inner.distance,
     )  # fmt: skip
+
+
+def _check_range(region: Region, bias: sympy.Expr) -> None:
+    """Refuse a mask that may be infinite in the dtype that scores are cast to after it was added."""
+    narrowed = bias.free_symbols & region.narrowed
+    if narrowed and not masks_finite.is_bounded(region, bias):
+        raise RefusedError(
+            "MASK_MAY_OVERFLOW",
+            f"scores with the mask {region.leaves[min(narrowed, key=str)].node.name} are cast to a dtype of"
+            " smaller range, in which a finite mask may be infinite",
+            "cast the product before the mask is added",
+        )
 
 
 def _rounds_joined(product: fx.Node, dtype: torch.dtype) -> bool:

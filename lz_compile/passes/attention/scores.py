@@ -8,15 +8,21 @@ order in which a model scales, masks, caps and biases does not matter here.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import sympy
+import torch
+from torch import fx
 
 from lz_compile.passes.formula.algebra import Leaf, Region
-from lz_compile.passes.formula.axes import Axis, atoms
-from lz_compile.passes.formula.contraction import Factor
+from lz_compile.passes.formula.axes import Axis, atoms, axes_of
+from lz_compile.passes.formula.contraction import PRODUCTS, Factor, is_product_sum
+from lz_compile.passes.formula.distances import is_distance
 from lz_compile.passes.formula.expressions import FLOORED, INFINITY, indicators, reduce_indicators, tidy
+from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.view import reached, tensor_of
 
 #: Fills at or below this are masking constants: no score of a trained model comes near them, and ``exp`` of the
 #: difference is zero in every dtype. -1e4 (BERT, GPT-2) is the least negative one in common use; it
@@ -241,3 +247,104 @@ def _inner_scale(argument: sympy.Expr, outer: sympy.Expr, product: sympy.Symbol)
             "SOFTCAP_NOT_UNDERSTOOD", f"the cap is not c * tanh(scores / c) ({outer} * tanh({argument}))", "cap plainly"
         )
     return tidy(sympy.expand(inner * outer)), float(outer)
+
+
+# ---- before anything is read ---------------------------------------------------------------------------------------
+
+
+#: How far from a node something is looked for, in nodes.
+FAR = 64
+#: A weight is a matrix; what was made of parameters and has more dimensions may be learned queries.
+_WEIGHT_RANK = 2
+
+
+def is_weight(node: fx.Node) -> bool:
+    """Whether a factor is a parameter, or a matrix that was made of parameters alone."""
+    source = node
+    while source.op != "placeholder" and len(source.all_input_nodes) == 1:
+        source = source.all_input_nodes[0]
+    if isinstance(tensor_of(source), torch.nn.Parameter):
+        return True
+    tensor = tensor_of(node)
+    if tensor is None or tensor.dim() > _WEIGHT_RANK:
+        return False
+    above = [*reached([node], most=FAR)]
+    inputs = [tensor_of(each) for each in above if each.op == "placeholder"]
+    return 0 < len(inputs) <= len(above) < FAR and all(isinstance(each, torch.nn.Parameter) for each in inputs)
+
+
+def path_to(
+    start: list[fx.Node],
+    following: Callable[[fx.Node], Iterable[fx.Node]],
+    is_goal: Callable[[fx.Node], bool],
+    is_end: Callable[[fx.Node], bool],
+) -> list[fx.Node] | None:
+    """The shortest way from ``start`` to a goal, past floating-point values (and tuples) only, not far."""
+    previous: dict[fx.Node, fx.Node | None] = dict.fromkeys(start)
+    queue = list(start)
+    while queue and len(previous) < FAR:
+        node = queue.pop(0)
+        if is_goal(node):
+            path = [node]
+            while (parent := previous[path[-1]]) is not None:
+                path.append(parent)
+            return path[::-1]
+        if is_end(node):
+            continue
+        for each in following(node):
+            tensor = tensor_of(each)
+            if each not in previous and (tensor is None or tensor.is_floating_point()):
+                previous[each] = node
+                queue.append(each)
+    return None
+
+
+def is_product(region: Region, node: fx.Node, besides: fx.Node | None = None) -> bool:
+    """Whether a call, another one than ``besides``, sums up products."""
+    call = region.effects.calls.get(node)
+    if call is None or node is besides:
+        return False
+    is_call = call.name in PRODUCTS or call.name == "scaled_dot_product_attention"
+    return is_call or (call.name == "sum" and is_product_sum(region, call))
+
+
+def _factors(effects: Effects, node: fx.Node) -> list[fx.Node]:
+    call = effects.calls[node]
+    given = [] if call is None else [call.get(name) for name in ("batch1", "batch2")]
+    return [x for x in given if isinstance(x, fx.Node)] or list(node.all_input_nodes)
+
+
+def has_scores(region: Region, node: fx.Node) -> bool:
+    """Whether ``node`` was made, in any way, of a product of two computed tensors, no product with a weight between."""
+    return scores_behind(region, node, lambda _: False) is not None
+
+
+def scores_behind(region: Region, node: fx.Node, is_end: Callable[[fx.Node], bool]) -> list[fx.Node] | None:
+    """The way to a product of two computed tensors that a node was made of, its end first; None where there is none."""
+    return path_to(
+        [node],
+        lambda each: each.all_input_nodes,
+        lambda each: (
+            (is_product(region, each) or is_distance(region.effects, each))
+            and not any(map(is_weight, _factors(region.effects, each)))
+        ),
+        lambda each: is_end(each) or is_product(region, each) or _is_pooled(region, each),
+    )
+
+
+def _is_pooled(region: Region, node: fx.Node) -> bool:
+    """Whether a call averages over places: what is behind it are features, no scores of one place for another."""
+    call = region.effects.calls.get(node)
+    dims = None if call is None or call.name != "mean" else call.get("dim")
+    return call is not None and ("avg_pool" in call.name or (isinstance(dims, (tuple, list)) and len(dims) > 1))
+
+
+def mixed_scores(region: Region, found: Scores, keys: tuple[Axis, ...]) -> bool:
+    """Whether what looks like a product of queries and keys mixes the scores of heads, which are such a product."""
+    if not is_weight(found.query.node):
+        return False
+    expression = region.express(found.key.node, found.key.dims, found.leaf.node)
+    inner = read(region, expression, keys)
+    if inner is None or is_weight(inner.query.node) or is_weight(inner.key.node):
+        return False
+    return set(atoms(found.summed)) <= set(axes_of(inner.query.dims)) & set(axes_of(inner.key.dims))

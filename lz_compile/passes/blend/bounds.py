@@ -22,8 +22,8 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims, LayoutError, broadcast_from, fresh
 from lz_compile.passes.formula.expressions import constant_value, number
 from lz_compile.passes.formula.pointwise import Rule
-from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.refusal import told
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import MutatedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 Interval: TypeAlias = tuple[float, float]

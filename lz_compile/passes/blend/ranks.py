@@ -18,8 +18,8 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.axes import Dims, fresh
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.snapshot import described
 from lz_compile.passes.graph.view import known_tensor, reached, read, tensor_of
-from lz_compile.passes.proof.validate import described
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, sizes_for
 from lz_compile.passes.sampling.ordering import is_ordering, ordered_dim
 

@@ -21,8 +21,8 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
-from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import MutatedError, NearMiss, RefusedError
 from lz_compile.passes.graph.view import reached, tensor_of, where_of
 from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 

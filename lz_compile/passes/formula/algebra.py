@@ -37,7 +37,8 @@ from lz_compile.passes.formula.expressions import (
     specialised,
 )
 from lz_compile.passes.formula.pointwise import POINTWISE, Rule
-from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import MutatedError
 from lz_compile.passes.graph.view import Call, tensor_of
 
 #: Of an expression; what is larger is a leaf, so that no graph takes exponential time. A bound by judgement, not measured.

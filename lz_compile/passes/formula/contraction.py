@@ -15,7 +15,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import Shape, shape_of
 from lz_compile.passes.formula.axes import Axis, Dims, broadcast_from
-from lz_compile.passes.graph.effects import MutatedError
+from lz_compile.passes.graph.refusal import MutatedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 if TYPE_CHECKING:

@@ -33,8 +33,9 @@ from lz_compile.passes.fusion.sums import sum_before
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import is_symbolic, read, tensor_of
-from lz_compile.passes.proof.resize import representative_sizes, shape
+from lz_compile.passes.proof.resize import shape
 from lz_compile.passes.proof.running import Sizes
+from lz_compile.passes.proof.sizes import representative_sizes
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import is_dead
 from lz_compile.passes.rewriting.match import Input, Match

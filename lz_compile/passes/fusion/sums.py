@@ -21,7 +21,8 @@ from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of
 from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.fusion.emitter import operands_of
-from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import MutatedError
 from lz_compile.passes.graph.view import Call, tensor_of, where_of
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, TableEmitter

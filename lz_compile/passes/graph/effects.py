@@ -35,14 +35,6 @@ _WRITERS = frozenset(
 RESHAPERS = frozenset("transpose swapaxes swapdims t squeeze unsqueeze as_strided resize resize_as set".split())
 
 
-class MutatedError(Exception):
-    """A value that cannot be named, because an alias of it was overwritten before it is read."""
-
-    def __init__(self, node: fx.Node) -> None:
-        super().__init__(f"overwritten in place by {node.name}")
-        self.node = node
-
-
 @dataclass(frozen=True)
 class _Mutation:
     position: int

@@ -92,6 +92,14 @@ class RefusedError(Exception):
         self.edit = edit
 
 
+class MutatedError(Exception):
+    """A value that cannot be named, because an alias of it was overwritten before it is read."""
+
+    def __init__(self, node: fx.Node) -> None:
+        super().__init__(f"overwritten in place by {node.name}")
+        self.node = node
+
+
 #: What to do about a value that was overwritten before it is read.
 OUT_OF_PLACE = "use the out-of-place form of that operation"
 
@@ -105,6 +113,11 @@ def reshaped(node: fx.Node, writer: fx.Node) -> RefusedError:
 def mutated(text: str) -> RefusedError:
     """What is read was overwritten by then."""
     return RefusedError("OPERAND_MUTATED", text, OUT_OF_PLACE)
+
+
+def refusal_of(error: RefusedError | MutatedError, edit: str = "use its out-of-place form") -> RefusedError:
+    """A refusal as it is; a value that was overwritten before it is read, as one."""
+    return error if isinstance(error, RefusedError) else RefusedError("OPERAND_MUTATED", f"a value is {error}", edit)
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
+from lz_compile.passes.graph.refusal import held_by
 from lz_compile.passes.graph.view import memory_of, target_name
 
 _HELD = ("_modules", "_parameters", "_buffers")
@@ -146,7 +147,7 @@ class Snapshot:
     def _told(self, held: Any) -> str:
         """Which of the graphs this is (they are told in this order), or the values of a tensor."""
         if isinstance(held, torch.Tensor):
-            return hashlib.sha256(repr(held.tolist()).encode()).hexdigest()
+            return _digest(held)
         return next(
             (str(index) for index, graph in enumerate(self._graphs) if graph.module is held), type(held).__name__
         )
@@ -162,3 +163,28 @@ class Snapshot:
         """
         for graph in self._graphs:
             graph.restore()
+
+
+def described(nodes: Iterable[fx.Node], held: Mapping[str, Any], given: Iterable[fx.Node] = ()) -> Iterator[str]:
+    """What calls compute of what is given, whatever they are called; what else they read is named."""
+    names = {node: f"i{index}" for index, node in enumerate(given)}
+    for index, node in enumerate(nodes):
+        names[node] = f"n{index}"
+        arguments = fx.map_arg((node.args, node.kwargs), lambda each: names.get(each, each.name))
+        yield f"n{index} {node.op} {target_name(node.op, node.target)} {arguments}"
+        if node.op == "get_attr":
+            yield from _held_value(held[str(node.target)])
+
+
+def _held_value(value: Any) -> Iterator[str]:
+    """What the body of a loop computes; of a tensor, its values."""
+    if isinstance(value, torch.Tensor):
+        yield f"{value.dtype} {tuple(value.shape)} {_digest(value)}"
+    elif isinstance(value, fx.GraphModule):
+        yield from described(value.graph.nodes, held_by(value.graph.nodes))
+    else:
+        yield repr(value)
+
+
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest()

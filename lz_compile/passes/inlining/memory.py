@@ -18,8 +18,8 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.moves import order_in_memory
 from lz_compile.passes.graph.effects import RESHAPERS, Effects
+from lz_compile.passes.graph.emitter import Emitter
 from lz_compile.passes.graph.view import called, known_tensor, memories_of, read, tensor_of, value_of
-from lz_compile.passes.loops.roll.step_graph import Emitter
 
 #: Views that hold all that they are views of, told by a shape; others that are undone by what they are.
 _RESHAPES = frozenset("view reshape flatten unflatten ravel unsqueeze squeeze view_as reshape_as".split())

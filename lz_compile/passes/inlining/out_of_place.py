@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.graph.emitter import Emitter
 from lz_compile.passes.graph.view import Call, read, tensor_of
-from lz_compile.passes.loops.roll.step_graph import Emitter
 
 #: Of which every element is a function of that element, and of other tensors: activations, and sums.
 ACTIVATIONS = frozenset("relu relu6 hardtanh hardswish hardsigmoid leaky_relu elu celu selu silu mish gelu".split())

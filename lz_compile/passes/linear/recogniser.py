@@ -26,7 +26,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.linear.bits import Indexed
-from lz_compile.passes.linear.kept import brought, is_transposed
+from lz_compile.passes.linear.form import brought, is_transposed
 from lz_compile.passes.linear.reading import Weight, read_weight, storage_of
 from lz_compile.passes.linear.unpacked import numbers_of
 from lz_compile.passes.masks.constants import hold_the_same
@@ -215,7 +215,7 @@ class LinearEmitter(TableEmitter):
         return Operands(**given)
 
     def _formed(self, numbers: Any, order: Any) -> Any:
-        """The weight in the form that kernels get: see ``kept.py``."""
+        """The weight in the form that kernels get: see ``form.py``."""
         weight, unpacked = self.weight, self.weight.unpacked
         if order is not None:
             numbers = numbers.index_select(1, order)

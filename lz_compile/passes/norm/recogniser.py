@@ -24,12 +24,12 @@ from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.moments import CALLS, FUNCTIONS, MEAN_SQUARE, ROW, STATISTICS, Moments
 from lz_compile.passes.formula.normal_form import NormalForm, normal_form
 from lz_compile.passes.formula.pointwise import is_pointwise
-from lz_compile.passes.graph.effects import Effects, MutatedError
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import MutatedError, NearMiss, RefusedError, refusal_of, told
 from lz_compile.passes.graph.view import Call, is_floating, reached, tensor_of, tensor_operands
 from lz_compile.passes.norm.emitter import NormEmitter
 from lz_compile.passes.rewriting.core import Core, find_core, is_dead
-from lz_compile.passes.rewriting.match import Driver, Match, Outcome, refusal_of
+from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 from lz_compile.passes.rewriting.twins import Twins
 
 #: How many operations may lie between a row and its statistic, how many results of a statistic are looked at, and how

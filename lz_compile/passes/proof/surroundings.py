@@ -24,8 +24,8 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import ambient_context
 from lz_compile.passes.graph.refusal import held_by
 from lz_compile.passes.graph.view import is_symbolic, needed, read, tensor_of, value_of
-from lz_compile.passes.proof.resize import all_axes
 from lz_compile.passes.proof.running import Subgraph
+from lz_compile.passes.proof.sizes import all_axes
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import KernelCall, Recipes, splice

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -27,15 +27,17 @@ from lz_compile.lowering import ops
 from lz_compile.passes.formula.axes import axes_of
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.refusal import held_by
-from lz_compile.passes.graph.view import target_name, tensor_of
+from lz_compile.passes.graph.snapshot import described
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise
 from lz_compile.passes.proof.cases import Case, cases, inputs_of, run_kernel, some_axes
 from lz_compile.passes.proof.cases import run as run_side
-from lz_compile.passes.proof.resize import real_sizes, replacement, representative_sizes, resized, shape, whole
+from lz_compile.passes.proof.resize import resized, shape, whole
 from lz_compile.passes.proof.running import Sizes, Subgraph
+from lz_compile.passes.proof.sizes import real_sizes, representative_sizes
+from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.match import Match
-from lz_compile.passes.rewriting.rewrite import KernelCall
+from lz_compile.passes.rewriting.rewrite import KernelCall, emit
 
 if TYPE_CHECKING:
     from lz_compile.runtime.kernels.kernel import KernelSpec
@@ -71,27 +73,6 @@ def verdict_key(match: Match, source: Subgraph, kernel_id: str, real: Sizes | No
 def devices_of(match: Match) -> set[torch.device]:
     """Where the inputs and outputs of a match are."""
     return {tensor.device for tensor in map(tensor_of, (*match.inputs, *match.outputs)) if tensor is not None}
-
-
-def described(nodes: Iterable[fx.Node], held: Mapping[str, Any], given: Iterable[fx.Node] = ()) -> Iterator[str]:
-    """What calls compute of what is given, whatever they are called; what else they read is named."""
-    names = {node: f"i{index}" for index, node in enumerate(given)}
-    for index, node in enumerate(nodes):
-        names[node] = f"n{index}"
-        arguments = fx.map_arg((node.args, node.kwargs), lambda each: names.get(each, each.name))
-        yield f"n{index} {node.op} {target_name(node.op, node.target)} {arguments}"
-        if node.op == "get_attr":
-            yield from _value(held[str(node.target)])
-
-
-def _value(value: Any) -> Iterator[str]:
-    """What the body of a loop computes; of a tensor, its values."""
-    if isinstance(value, torch.Tensor):
-        yield f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(repr(value.tolist()).encode()).hexdigest()}"
-    elif isinstance(value, fx.GraphModule):
-        yield from described(value.graph.nodes, held_by(value.graph.nodes))
-    else:
-        yield repr(value)
 
 
 _Error = Annotated[float, msgspec.Meta(ge=0)]
@@ -235,7 +216,7 @@ def _run_case(
     match: Match, source: _Source, kernel: KernelSpec, call: KernelCall, case: Case, sizes: Sizes, outside: Outside
 ) -> Validation:
     inputs = inputs_of(match, sizes, case)
-    replaced = partial(run_side, replacement(match, call, sizes), match, inputs, sizes)
+    replaced = partial(run_side, _replacement(match, call, sizes), match, inputs, sizes)
     ours = run_kernel(kernel, devices_of(match), partial(replaced, gradients=case.gradients, outside=outside))
     given = run_side(source.at(sizes).run, match, inputs, sizes, gradients=case.gradients, outside=outside)
     exact = source.at(sizes, torch.float64).run
@@ -245,6 +226,17 @@ def _run_case(
     if ours.is_view and not given.is_view:
         return Validation(ok=False, reason=f"its result lies in the memory of an input, with {case.name}")
     return _compared(match, case, truth.values, given.values, ours.values)
+
+
+def _replacement(match: Match, call: KernelCall, sizes: Sizes) -> Callable[..., Any]:
+    """The kernel with the code around it that :func:`rewrite.splice` emits, as a function of the match's inputs."""
+
+    def run(*inputs: Any) -> Any:
+        values = dict(zip(match.inputs, inputs, strict=True))
+        attributes = match.emitter.attributes_at(sizes).deterministic()
+        return emit(Builder(values.__getitem__, sizes=sizes), match, call, attributes)
+
+    return run
 
 
 def _compared(

@@ -16,9 +16,8 @@ from lz_compile.ground.sizes import Size, product
 from lz_compile.lowering.operands import Operands
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError
-from lz_compile.passes.graph.effects import MutatedError
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
+from lz_compile.passes.graph.refusal import Failure, MutatedError, NearMiss, RefusedError, refusal_of
 from lz_compile.passes.graph.view import EMITTED, where_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 
@@ -349,11 +348,6 @@ Outcome = Match | NearMiss | Failure
 def always(_anchor: fx.Node, _refusal: RefusedError) -> bool:
     """Every refusal is worth telling."""
     return True
-
-
-def refusal_of(error: RefusedError | MutatedError, edit: str = "use its out-of-place form") -> RefusedError:
-    """A refusal as it is; a value that was overwritten before it is read, as one."""
-    return error if isinstance(error, RefusedError) else RefusedError("OPERAND_MUTATED", f"a value is {error}", edit)
 
 
 @dataclass

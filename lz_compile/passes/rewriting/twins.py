@@ -1,7 +1,6 @@
 """Equal layers are recognised once: a subgraph that looks like one that was read before has the same reading.
 
 While an anchor is read, every node that the recogniser looks at is noted. Another anchor is its *twin* if the same walk
-import operator
 from it meets equal nodes: equal calls with equal constants on tensors of equal shape, strides and dtype, used by the
 same number of others. What was not looked at cannot have made a difference.
 """

@@ -20,9 +20,9 @@ from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.moments import CALLS, STATISTICS
 from lz_compile.passes.formula.parts import SPLITS, Known, is_read, may_turn
 from lz_compile.passes.formula.pointwise import is_pointwise
-from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
+from lz_compile.passes.graph.refusal import MutatedError, NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.masks.constants import Constants, hold_the_same
 from lz_compile.passes.rewriting.core import Core, find_core

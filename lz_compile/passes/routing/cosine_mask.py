@@ -22,8 +22,7 @@ from lz_compile.passes.formula.activations import AT_LEAST, BENDS, evaluate
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, broadcast_from
 from lz_compile.passes.formula.pointwise import Rule
-from lz_compile.passes.graph.effects import MutatedError
-from lz_compile.passes.graph.refusal import RefusedError, told
+from lz_compile.passes.graph.refusal import MutatedError, RefusedError, told
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.routing.products import Products
 

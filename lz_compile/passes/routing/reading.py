@@ -15,9 +15,9 @@ from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fresh, resolve
 from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.parts import Edge
-from lz_compile.passes.graph.effects import Effects, MutatedError
+from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.refusal import RefusedError, told
+from lz_compile.passes.graph.refusal import MutatedError, RefusedError, told
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.core import Core, core_between, is_dead
 from lz_compile.passes.rewriting.match import Match

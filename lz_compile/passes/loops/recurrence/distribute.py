@@ -27,8 +27,8 @@ from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, erase_sc
 from lz_compile.passes.loops.recurrence.states import Readings, is_indicator, restated
 from lz_compile.passes.loops.recurrence.step_rules import moves_only
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
-from lz_compile.passes.loops.roll.reroll import takes_long
 from lz_compile.passes.loops.roll.scan_outputs import scans_of_ours
+from lz_compile.passes.loops.roll.worthwhile import takes_long
 from lz_compile.passes.rewriting.core import wants_grad
 
 aten = torch.ops.aten

@@ -25,7 +25,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of, where_of
 from lz_compile.passes.loops.recurrence.prefix_scan_reads import StatesRead
-from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
+from lz_compile.passes.loops.roll.worthwhile import LEAST_POINTWISE
 from lz_compile.passes.proof.agreement import agree
 from lz_compile.passes.proof.running import Subgraph
 

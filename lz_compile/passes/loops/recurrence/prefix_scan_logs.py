@@ -27,7 +27,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of, tensor_operands
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, dims_of
-from lz_compile.passes.loops.roll.reroll import LEAST_POINTWISE
+from lz_compile.passes.loops.roll.worthwhile import LEAST_POINTWISE
 from lz_compile.passes.rewriting.core import Core
 
 #: Numbers below which two running sums (some 20 ns a number) cost less than calling a kernel (15 us).

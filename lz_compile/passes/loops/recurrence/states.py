@@ -20,6 +20,7 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.graph.modes import Ambient, faking
 from lz_compile.passes.graph.refusal import RefusedError, held_by
+from lz_compile.passes.graph.snapshot import described
 from lz_compile.passes.graph.view import is_boolean, known_tensor, needed, reached, read, tensor_of, value_of
 from lz_compile.passes.loops.recurrence.batched import Around
 from lz_compile.passes.loops.recurrence.plan import Plan, plan_of
@@ -28,7 +29,6 @@ from lz_compile.passes.loops.recurrence.state_parts import split_states
 from lz_compile.passes.loops.recurrence.step_form import StepForm, read_step
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, Step, insert, is_filled, trace_step, traced
 from lz_compile.passes.proof.running import Subgraph
-from lz_compile.passes.proof.validate import described
 
 
 @dataclass

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.formula.layout import is_returned
+from lz_compile.passes.graph.emitter import Emitter
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError, mutated, told
@@ -20,7 +21,7 @@ from lz_compile.passes.loops.roll.body import Body, Gathered, Numbers, Stream
 from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector, Use, buffers_of, collector_of, uses_of
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
 from lz_compile.passes.loops.roll.slices import Slices
-from lz_compile.passes.loops.roll.step_graph import Emitter, Result, StepGraph, step_graph
+from lz_compile.passes.loops.roll.step_graph import Result, StepGraph, step_graph
 from lz_compile.passes.loops.roll.steps import Steps
 from lz_compile.passes.rewriting.core import wants_grad
 

@@ -21,30 +21,16 @@ from lz_compile.passes.formula.expressions import is_constant
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
 from lz_compile.passes.graph.view import known_tensor, needed, read, tensor_of, where_of
+from lz_compile.passes.loops.roll import worthwhile
 from lz_compile.passes.loops.roll.facts import Loop, read_loop
 from lz_compile.passes.loops.roll.roll import SCAN, roll, trial_scan
 from lz_compile.passes.loops.roll.search import LEAST_STEPS, Program, Run, phases, runs
 from lz_compile.passes.loops.roll.slices import Versions
 from lz_compile.passes.loops.roll.steps import Grid, Made, Steps, parameters_of
 
-#: Calls of a graph from which on Inductor takes minutes (about 40 ms each, and more the more there are: 1 to 2.5 minutes for
-#: 1,500, over 7 for 3,000; a backward is as much again). Loops of at least so many calls are rolled then.
-MANY_CALLS = 2_000
-WORTHWHILE_CALLS = 256
-WORTHWHILE_STEPS = 8
-#: The same for loops that read nothing that moves on: iterations of the same function rather than over time.
-WORTHWHILE_ITERATIONS = 32
-
 _PHASES = 3
 _MULTIPLES = 4
 _MOST_TRIED = 64
-
-#: Steps from which on a loop whose steps contract something is rolled because there is a kernel for it. Every such step is
-#: two launches or more, of 2 us or more, and calling a kernel costs 15.
-LEAST_CONTRACTIONS = 8
-#: The same for loops that contract nothing, where somebody asks for kernels (``"keep"``). By default they stay: what
-#: Inductor makes of them is one pass over memory, with all that is computed before and after, and no kernel can do with less.
-LEAST_POINTWISE = 16
 
 #: Whether a scan under these modes is one that there are kernels for.
 IsSpecial = Callable[[fx.Node, Ambient], bool]
@@ -170,13 +156,8 @@ def _may_be_special(loop: Loop, policy: str) -> bool:
     """Whether a kernel may be worth it."""
     calls = [call for call in map(read, loop.step.module.graph.nodes) if call is not None]
     if any(call.name in contraction.PRODUCTS | {"sum", "mean", "linear"} for call in calls):
-        return loop.has_streams and loop.steps.count >= LEAST_CONTRACTIONS
-    return policy == "keep" and loop.has_streams and loop.steps.count >= LEAST_POINTWISE
-
-
-def takes_long(calls: int, graph: int) -> bool:
-    """Whether so many calls, one by one, are too long to compile in a graph of ``graph`` calls, themselves included."""
-    return calls >= WORTHWHILE_CALLS and graph >= MANY_CALLS
+        return loop.has_streams and loop.steps.count >= worthwhile.LEAST_CONTRACTIONS
+    return policy == "keep" and loop.has_streams and loop.steps.count >= worthwhile.LEAST_POINTWISE
 
 
 def _too_short(loop: Loop, policy: str) -> Reason | None:
@@ -184,8 +165,8 @@ def _too_short(loop: Loop, policy: str) -> Reason | None:
         return Reason("LOOPS_KEPT", "layerzero.loops is 'keep', and nothing is known of its step")
     steps = loop.steps.count
     graph = len(loop.steps.program.nodes) * (2 if loop.has_gradient else 1)
-    least = WORTHWHILE_STEPS if loop.has_streams else WORTHWHILE_ITERATIONS
-    if steps >= least and takes_long(steps * loop.step.calls, graph):
+    least = worthwhile.WORTHWHILE_STEPS if loop.has_streams else worthwhile.WORTHWHILE_ITERATIONS
+    if steps >= least and worthwhile.takes_long(steps * loop.step.calls, graph):
         return None
     text = f"{steps} steps of {loop.step.calls} calls, in a graph of {graph:,}, run as fast or faster one by one"
     return Reason("LOOP_SHORT", f"{text}, and do not take minutes to compile")

@@ -11,6 +11,7 @@ from torch import fx
 from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.formula.layout import is_returned, stride_order
 from lz_compile.passes.formula.moves import strides_matter
+from lz_compile.passes.graph.emitter import Emitter
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError, hold, told
@@ -20,7 +21,7 @@ from lz_compile.passes.loops.roll.body import Around, Carried, Ref, Streamed
 from lz_compile.passes.loops.roll.facts import Loop, Place, emitter_of, numbers, stacked
 from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector, Use
 from lz_compile.passes.loops.roll.search import is_number
-from lz_compile.passes.loops.roll.step_graph import Emitter, StepGraph, in_order
+from lz_compile.passes.loops.roll.step_graph import StepGraph, in_order
 from lz_compile.passes.loops.roll.steps import Steps, kind_of
 from lz_compile.passes.rewriting.core import wants_grad
 

@@ -10,61 +10,15 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.node import map_aggregate
-from torch.utils import _pytree as pytree
 
 from lz_compile.ground.sizes import Size, as_size, shape_of
+from lz_compile.passes.graph.emitter import Emitter
 from lz_compile.passes.graph.gradients import has_gradient
-from lz_compile.passes.graph.modes import Ambient, faking
 from lz_compile.passes.graph.refusal import RefusedError, told
-from lz_compile.passes.graph.view import known_tensor, memory_of, needed, origin_of, read, tensor_of, value_of, where_of
+from lz_compile.passes.graph.view import known_tensor, memory_of, needed, read, tensor_of, value_of, where_of
 from lz_compile.passes.loops.roll.body import Around, Body, Carried, Entry, Part, Ref, Streamed
 from lz_compile.passes.loops.roll.search import is_number
 from lz_compile.passes.loops.roll.steps import Steps, kind_of, kind_of_value
-
-
-class Emitter:
-    """Appends calls to a graph at its insertion point, with metadata. ``like`` is where they come from in the source."""
-
-    def __init__(self, graph: fx.Graph, mode: Any, ambient: Ambient, like: fx.Node) -> None:
-        self.graph = graph
-        self.like = like
-        self.mode = mode
-        self.ambient = ambient
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """A function, or a method by its name."""
-        op = "call_method" if isinstance(target, str) else "call_function"
-        node = self.graph.create_node(op, target, args, kwargs)
-        node.meta.update(origin_of(self.like))
-        given, named = fx.map_arg((node.args, node.kwargs), value_of)
-        node.meta["example_value"] = self.compute(_function(target), *given, **named)
-        return node
-
-    def copied(self, value: fx.Node) -> fx.Node:
-        """A tensor in order, and in memory of its own even where the value is in order already."""
-        return self.call("clone", value, memory_format=torch.contiguous_format)
-
-    def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """The example value of a call."""
-        with faking(self.mode, self.ambient):
-            return function(*pytree.tree_map(readable, args), **pytree.tree_map(readable, kwargs))
-
-
-def readable(value: Any) -> Any:
-    """A tensor, or one in other memory for a view that PyTorch does not read again, for its base was written to since."""
-    if isinstance(value, torch.Tensor) and value._is_view():
-        try:
-            value.grad_fn  # noqa: B018  what is asked of a view before it is read
-        except RuntimeError:
-            empty = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device=value.device)
-            return empty.requires_grad_(value.requires_grad)
-    return value
-
-
-def _function(target: Any) -> Callable[..., Any]:
-    if not isinstance(target, str):
-        return target  # type: ignore[no-any-return]
-    return lambda self, *args, **kwargs: getattr(self, target)(*args, **kwargs)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree
 from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.emitter import readable
 from lz_compile.passes.graph.modes import faking
 from lz_compile.passes.graph.view import Call, called, read, tensor_of, value_of
-from lz_compile.passes.loops.roll.step_graph import readable
 
 _BEGINS, _ENDS, _ENTERS, _LEAVES = (
     "_vmap_increment_nesting",

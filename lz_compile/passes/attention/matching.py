@@ -1,0 +1,120 @@
+"""Every attention of a graph as a match: what was read gets its roles, and masks what they mean. What is none is told.
+
+Whoever asks says what masks mean, and makes the match, since another op may say more of the same attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.attention import recogniser
+from lz_compile.passes.attention.blocks import Blocks, Missed
+from lz_compile.passes.attention.emitter import Finish
+from lz_compile.passes.attention.near_misses import unread
+from lz_compile.passes.attention.proven_masks import simplify
+from lz_compile.passes.attention.recogniser import OP, SOFTMAX, Weighing
+from lz_compile.passes.attention.roles import assign_roles
+from lz_compile.passes.attention.sdpa_call import match_sdpa_call
+from lz_compile.passes.attention.windows import windowed
+from lz_compile.passes.formula import contraction
+from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import NearMiss, reshaped
+from lz_compile.passes.graph.view import Call, reached, tensor_of
+from lz_compile.passes.masks.meaning import Meanings
+from lz_compile.passes.rewriting.core import find_core
+from lz_compile.passes.rewriting.match import Driver, Match, Outcome
+from lz_compile.passes.rewriting.twins import Twins
+
+_CALL = "scaled_dot_product_attention"
+#: Calls that may be the last one of an attention (a division may follow).
+_LAST = contraction.PRODUCTS | {"sum", _CALL}
+
+
+def attentions(graph: fx.Graph, effects: Effects, masks: Meanings, finish: Finish) -> Iterator[Outcome]:
+    """Every attention in ``graph``, and every softmax over a contraction that is none, with the reason."""
+    missed: list[Missed] = []
+    driver, twins = Driver(OP), Twins(effects, masks.hold_the_same)
+
+    def once(node: fx.Node) -> Match | NearMiss | None:
+        return twins.read((node,), lambda: _read(effects, node, masks, finish))
+
+    for found in driver.walk(graph.nodes, lambda node: _may_be_last(effects, node), once):
+        if isinstance(found, NearMiss):
+            missed.append(Missed(found, frozenset(_softmaxes_behind(effects, found.node))))
+        else:
+            yield found
+    told = Blocks(effects).told(missed)
+    yield from told
+    driver.covered.update(*(each.softmaxes for each in missed), *(miss.pieces for miss in told))
+    yield from unread(OP, graph, effects, driver.covered)
+
+
+def _may_be_last(effects: Effects, node: fx.Node) -> bool:
+    call, tensor = effects.calls[node], tensor_of(node)
+    return call is not None and call.name in _LAST and tensor is not None and 0 not in shape_of(tensor)
+
+
+def _read(effects: Effects, node: fx.Node, masks: Meanings, finish: Finish) -> Match | NearMiss | None:
+    call = effects.calls[node]
+    assert call is not None, "an anchor is a call"
+    found = effects.reshaped_after_read(_behind(effects, node), node)
+    if found is not None:
+        return _reshaped(effects, call, *found)
+    if call.name == _CALL:
+        return match_sdpa_call(effects, call, masks, finish)
+    return recogniser.recognise(effects, call, lambda read: _matched(read, masks, finish))
+
+
+def _matched(read: Weighing, masks: Meanings, finish: Finish) -> Match:
+    """The match of an attention that was read.
+
+    Raises:
+        RefusedError: it is none that a kernel could replace.
+    """
+    region = read.region
+    core = find_core(region.effects, read.scores.leaf.node, read.output)
+    emitter = assign_roles(read)
+    window = windowed(emitter, masks)
+    emitter = window or simplify(emitter, masks)
+    core.check(region.effects, {node: region.readers.get(node, core.nodes[0]) for node in emitter.edge()})
+    return finish(emitter, core, None) if window is None else window.match(OP, core)
+
+
+def _reshaped(effects: Effects, call: Call, node: fx.Node, writer: fx.Node) -> NearMiss | None:
+    """A near miss where an attention holds a tensor whose shape, as far as Dynamo tells, is a later one."""
+    region = Region(effects)
+    is_attention = call.name == _CALL or any(
+        region.reaches(operand, SOFTMAX, call.node) for operand in call.node.all_input_nodes
+    )
+    return NearMiss.of(OP, call.node, reshaped(node, writer)) if is_attention else None
+
+
+def _behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
+    """What an attention that ends at ``node`` may consist of: everything up to the second product from there."""
+    if not effects.reshapes:
+        return set()
+    found: set[fx.Node] = set()
+    queue = [(node, 0)]
+    while queue:
+        current, products = queue.pop()
+        call = effects.calls.get(current)
+        if current in found or call is None:
+            continue
+        found.add(current)
+        products += call.name in _LAST - {"sum"}
+        if products <= 2:
+            queue.extend((operand, products) for operand in current.all_input_nodes)
+    return found
+
+
+def _softmaxes_behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
+    """Softmaxes that a refused contraction has been blamed for already."""
+
+    def above(each: fx.Node) -> list[fx.Node]:
+        return [] if effects.name(each) in contraction.PRODUCTS else each.all_input_nodes
+
+    return {each for each in reached(node.all_input_nodes, above, 64) if effects.name(each) in SOFTMAX}
