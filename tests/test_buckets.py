@@ -116,7 +116,6 @@ class TestTree:
     def test_one_winner_everywhere_is_one_leaf_within_reach(self):
         node = tree(line(inductor=(9.0, 9.0, 9.0), sdpa=(1.0, 1.0, 1.0)), ["tokens"], reach=math.inf)
         assert node == Leaf("sdpa")
-        assert node.why == "measured at 3 points (tokens 64 to 256): 9.00x to 9.00x as fast as inductor"
 
     def test_beyond_twice_the_measured_sizes_the_leaf_has_no_kernel(self):
         node = tree(line(inductor=(9.0, 9.0), sdpa=(1.0, 1.0)), ["tokens"])
@@ -272,16 +271,12 @@ class TestLimit:
         node = tree(line(inductor=(9.0, 1.0), sdpa=(1.0, 9.0)), ["tokens"])
         assert limit(node, []) is node
 
-    def test_the_cheapest_edges_go_first_and_the_leaf_says_what_that_costs(self):
+    def test_the_cheapest_edges_go_first(self):
         samples = line(inductor=(9.0, 1.0, 1.05, 1.0), sdpa=(1.0, 9.0, 1.0, 1.05))
         node = tree(samples, ["tokens"], reach=math.inf)
         assert [leaf.kernel for leaf in leaves(node)] == ["sdpa", "inductor", "sdpa", "inductor"]
         pruned = limit(node, samples, 2)
         assert [leaf.kernel for leaf in leaves(pruned)] == ["sdpa", "inductor"]
-        assert (
-            list(leaves(pruned))[1].why
-            == "the best for all of 3 measured points, 1.6% slower than the best of each on average"
-        )
 
     def test_the_edge_of_the_measurements_outlives_a_split_that_is_worth_less(self):
         samples = line(inductor=(1.0, 1.0, 1.0), sdpa=(9.0, 0.99, 9.0))
@@ -352,7 +347,6 @@ class TestWithin:
         node = tree(samples, ["tokens"])
         (leaf,) = leaves(within(node, {"tokens": (64, 256)}, {"tokens": 64}, samples))
         assert leaf.kernel == "sdpa"
-        assert "one kernel for a declared range" in leaf.why
 
     def test_a_kernel_that_loses_too_much_somewhere_gives_way_to_the_incumbent(self):
         samples = line(inductor=(10.0, 10.0, 10.0), sdpa=(6.0, 6.0, 20.0))

@@ -250,25 +250,7 @@ class _Growth:
             kernel = self.incumbent
         else:
             kernel = min(free, key=lambda k: sum(math.log(point.latency_us[k]) * point.weight for point in points))
-        return Leaf(kernel, self._why(kernel, points))
-
-    def _why(self, kernel: str, points: Sequence[Sample]) -> str:
-        where = ", ".join(
-            f"{dim} {low}" if low == high else f"{dim} {low} to {high}"
-            for dim in self.dims
-            for low, high in [(min(point.dims[dim] for point in points), max(point.dims[dim] for point in points))]
-        )
-        measured = f"measured at {len(points)} points ({where})"
-        if kernel == self.incumbent:
-            return f"{measured}: nothing else is faster by more than {self.margin:.1%} and the noise"
-        gains = [
-            point.latency_us[self.incumbent] / point.latency_us[kernel]
-            for point in points
-            if self.incumbent in point.latency_us
-        ]
-        if not gains:
-            return f"{measured}: the fastest; {self.incumbent} was not"
-        return f"{measured}: {min(gains):.2f}x to {max(gains):.2f}x as fast as {self.incumbent}"
+        return Leaf(kernel)
 
     def _edge(self, box: int, cut: _Cut, below: Node, above: Node) -> int:
         """Where to split between the largest size below and the smallest above: the mean of the crossings of all lines."""
