@@ -95,6 +95,31 @@ def _means_of_both(ends: str, x: Tensor, y: Tensor, weight: Tensor) -> Any:
     return torch.cat((first, second), -1) if ends == "joined" else (first, second)
 
 
+def _variances_of_both(ends: str, x: Tensor, y: Tensor, weight: Tensor) -> Any:
+    """The same by the mean of squares without the squared mean."""
+    x, y = x[..., :10], y[..., 10:]
+    mean = (x.sum(-1, keepdim=True) + y.sum(-1, keepdim=True)) / WIDTH
+    scale = ((_square(x) + _square(y)) / WIDTH - mean.square() + EPS).rsqrt()
+    first, second = (x - mean) * scale * weight[:10], (y - mean) * scale * weight[10:]
+    return torch.cat((first, second), -1) if ends == "joined" else (first, second)
+
+
+def _means_of_three(ends: str, *parts: Tensor) -> Any:
+    mean = sum(each.mean(-1, keepdim=True) for each in parts) / 3
+    root = (sum((each - mean).square().mean(-1, keepdim=True) for each in parts) / 3 + EPS).sqrt()
+    found = tuple((each - mean) / root for each in parts)
+    return torch.cat(found, -1) if ends == "joined" else found
+
+
+#: Statistics of several tensors, by what they are made of.
+NEVER_JOINED: Mapping[str, Callable[..., Any]] = {
+    "squares": _statistics_of_both,
+    "moments": _means_of_both,
+    "variances": _variances_of_both,
+    "three": _means_of_three,
+}
+
+
 def _by_the_other(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
     """A row divided by the root mean square of another."""
     return x * (y.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
@@ -105,8 +130,9 @@ def several() -> Family:
     inputs = normal(3, 7, WIDTH), normal(3, 7, WIDTH, seed=1), normal(WIDTH)
     found = {f"cat-{name}": Variant(partial(_joined, norm), inputs) for name, norm in NORMS.items()}
     found |= {f"cat_split-{name}": Variant(partial(_joined_and_split, norm), inputs) for name, norm in NORMS.items()}
-    for name, function in (("squares", _statistics_of_both), ("moments", _means_of_both)):
-        found |= {f"{name}-{ends}": Variant(partial(function, ends), inputs) for ends in ("joined", "apart")}
+    for name, function in NEVER_JOINED.items():
+        given = (*inputs[:2], normal(3, 7, WIDTH, seed=2)) if name == "three" else inputs
+        found |= {f"{name}-{ends}": Variant(partial(function, ends), given) for ends in ("joined", "apart")}
     return {**found, "by_the_other": Variant(_by_the_other, inputs)}
 
 

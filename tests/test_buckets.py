@@ -77,38 +77,34 @@ curves = st.tuples(st.floats(0.01, 100.0), st.floats(0.0, 2.5)).map(lambda pair:
 
 class TestWinner:
     def test_the_fastest_wins_where_it_beats_the_incumbent_by_more_than_the_margin(self):
-        kernel, why = winner(Sample({}, {"inductor": 100, "sdpa": 50, "flex": 40}))
-        assert kernel == "flex"
-        assert why == "40 us, 2.50x as fast as inductor (100 us)"
+        assert winner(Sample({}, {"inductor": 100, "sdpa": 50, "flex": 40})) == "flex"
 
     @pytest.mark.parametrize(
         ("sdpa", "expected"), [(96.9, "sdpa"), (97.1, "inductor"), (100, "inductor"), (200, "inductor")]
     )
     def test_the_margin_is_the_incumbents(self, sdpa, expected):
-        assert winner(Sample({}, {"inductor": 100, "sdpa": sdpa}))[0] == expected
+        assert winner(Sample({}, {"inductor": 100, "sdpa": sdpa})) == expected
 
     def test_a_difference_inside_the_noise_goes_to_the_incumbent(self):
         latencies = {"inductor": 100, "sdpa": 90}
-        assert winner(Sample({}, latencies, {"inductor": 0.06, "sdpa": 0.06}))[0] == "sdpa"
-        kernel, why = winner(Sample({}, latencies, {"inductor": 0.08, "sdpa": 0.08}))
-        assert kernel == "inductor"
-        assert why == "100 us, the next is sdpa (90 us): 10.0% less is within the margin of 3.0% or the noise of 11.3%"
+        assert winner(Sample({}, latencies, {"inductor": 0.06, "sdpa": 0.06})) == "sdpa"
+        assert winner(Sample({}, latencies, {"inductor": 0.08, "sdpa": 0.08})) == "inductor"
 
     def test_a_tie_of_others_goes_to_the_preferred_one(self):
         sample = Sample({}, {"inductor": 100, "sdpa": 51, "flex": 50}, {"sdpa": 0.02, "flex": 0.02})
-        assert winner(sample)[0] == "sdpa"
-        assert winner(sample, preference=("flex", "sdpa"))[0] == "flex"
-        assert winner(Sample({}, {"inductor": 100, "sdpa": 51, "flex": 50}), preference=("sdpa",))[0] == "flex"
+        assert winner(sample) == "sdpa"
+        assert winner(sample, preference=("flex", "sdpa")) == "flex"
+        assert winner(Sample({}, {"inductor": 100, "sdpa": 51, "flex": 50}), preference=("sdpa",)) == "flex"
 
     def test_what_is_further_away_than_the_margin_is_no_tie_whatever_the_noise(self):
         sample = Sample({}, {"inductor": 100, "sdpa": 57, "flex": 50}, {"sdpa": 0.15, "flex": 0.15})
-        assert winner(sample, preference=("sdpa", "flex"))[0] == "flex"
+        assert winner(sample, preference=("sdpa", "flex")) == "flex"
 
     def test_without_a_measured_incumbent_the_fastest_wins(self):
-        assert winner(Sample({}, {"sdpa": 2, "flex": 1})) == ("flex", "1 us, inductor was not measured")
+        assert winner(Sample({}, {"sdpa": 2, "flex": 1})) == "flex"
 
     def test_an_incumbent_that_is_alone_wins(self):
-        assert winner(Sample({}, {"inductor": 5})) == ("inductor", "5 us, nothing else was measured")
+        assert winner(Sample({}, {"inductor": 5})) == "inductor"
 
     @pytest.mark.parametrize("us", [0.0, -1.0, math.inf, math.nan])
     def test_a_latency_that_is_none_is_refused(self, us):
@@ -120,7 +116,6 @@ class TestTree:
     def test_one_winner_everywhere_is_one_leaf_within_reach(self):
         node = tree(line(inductor=(9.0, 9.0, 9.0), sdpa=(1.0, 1.0, 1.0)), ["tokens"], reach=math.inf)
         assert node == Leaf("sdpa")
-        assert node.why == "measured at 3 points (tokens 64 to 256): 9.00x to 9.00x as fast as inductor"
 
     def test_beyond_twice_the_measured_sizes_the_leaf_has_no_kernel(self):
         node = tree(line(inductor=(9.0, 9.0), sdpa=(1.0, 1.0)), ["tokens"])
@@ -206,7 +201,7 @@ class TestTree:
     def test_no_sample_gets_anything_slower_than_its_winner(self, samples, margin):
         node = tree(samples, list(samples[0].dims), margin=margin)
         for sample in samples:
-            kernel, best = choose(node, sample.dims).kernel, winner(sample, margin=margin)[0]
+            kernel, best = choose(node, sample.dims).kernel, winner(sample, margin=margin)
             assert sample.latency_us[kernel] <= sample.latency_us[best]
 
     @given(grids())
@@ -223,14 +218,14 @@ class TestTree:
     def test_along_one_dim_there_is_a_leaf_per_change_of_winner(self, samples):
         assume(all(len(set(sample.latency_us.values())) == len(KERNELS) for sample in samples))
         node = tree(samples, ["tokens"], margin=0.0, reach=math.inf)
-        winners = [winner(sample, margin=0.0)[0] for sample in samples]
+        winners = [winner(sample, margin=0.0) for sample in samples]
         assert len(list(leaves(node))) == 1 + sum(a != b for a, b in itertools.pairwise(winners))
 
     @given(st.lists(curves, min_size=3, max_size=3), st.sampled_from([0.0, 0.03]))
     def test_every_edge_lies_between_neighbours_with_different_winners(self, three, margin):
         samples = measured(dict(zip(KERNELS, three, strict=True)), tokens=LENGTHS)
         node = tree(samples, ["tokens"], margin=margin, reach=math.inf)
-        winners = [winner(sample, margin=margin)[0] for sample in samples]
+        winners = [winner(sample, margin=margin) for sample in samples]
         ats = edges(node).get("tokens", [])
         gaps = [(a, b) for a, b in itertools.pairwise(LENGTHS) if any(a < at < b for at in ats)]
         assert len(gaps) == len(ats)
@@ -276,16 +271,12 @@ class TestLimit:
         node = tree(line(inductor=(9.0, 1.0), sdpa=(1.0, 9.0)), ["tokens"])
         assert limit(node, []) is node
 
-    def test_the_cheapest_edges_go_first_and_the_leaf_says_what_that_costs(self):
+    def test_the_cheapest_edges_go_first(self):
         samples = line(inductor=(9.0, 1.0, 1.05, 1.0), sdpa=(1.0, 9.0, 1.0, 1.05))
         node = tree(samples, ["tokens"], reach=math.inf)
         assert [leaf.kernel for leaf in leaves(node)] == ["sdpa", "inductor", "sdpa", "inductor"]
         pruned = limit(node, samples, 2)
         assert [leaf.kernel for leaf in leaves(pruned)] == ["sdpa", "inductor"]
-        assert (
-            list(leaves(pruned))[1].why
-            == "the best for all of 3 measured points, 1.6% slower than the best of each on average"
-        )
 
     def test_the_edge_of_the_measurements_outlives_a_split_that_is_worth_less(self):
         samples = line(inductor=(1.0, 1.0, 1.0), sdpa=(9.0, 0.99, 9.0))
@@ -356,7 +347,6 @@ class TestWithin:
         node = tree(samples, ["tokens"])
         (leaf,) = leaves(within(node, {"tokens": (64, 256)}, {"tokens": 64}, samples))
         assert leaf.kernel == "sdpa"
-        assert "one kernel for a declared range" in leaf.why
 
     def test_a_kernel_that_loses_too_much_somewhere_gives_way_to_the_incumbent(self):
         samples = line(inductor=(10.0, 10.0, 10.0), sdpa=(6.0, 6.0, 20.0))

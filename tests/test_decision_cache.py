@@ -32,8 +32,8 @@ class Observed(DecisionCache[str]):
 
     waiters = 0
 
-    def _join(self, shard, key, flight):
-        found = super()._join(shard, key, flight)
+    def _join(self, key, flight):
+        found = super()._join(key, flight)
         self.waiters += found is not flight
         return found
 
@@ -46,8 +46,8 @@ class Observed(DecisionCache[str]):
         return found
 
 
-def one_shard(entries: int, **more) -> DecisionCache:
-    return DecisionCache(CacheSettings(max_size=entries, **more.pop("settings", {})), shards=1, **more)
+def bounded(entries: int, **more) -> DecisionCache:
+    return DecisionCache(CacheSettings(max_size=entries, **more.pop("settings", {})), **more)
 
 
 def in_threads(count: int, work: Callable[[int], object]) -> list[object]:
@@ -130,13 +130,13 @@ def test_a_value_is_computed_once_and_then_found():
 
 def test_the_default_holds_ten_thousand_entries_for_a_minute():
     cache: DecisionCache[str] = DecisionCache()
-    assert len(cache._shards) * cache._room == 10_240
+    assert cache.settings.max_size == 10_000
     assert cache.settings.ttl_seconds == 60
 
 
 def test_an_entry_lives_as_long_as_configured_and_not_longer():
     clock = Clock()
-    cache: DecisionCache[str] = one_shard(4, settings={"ttl_seconds": 10.0}, clock=clock)
+    cache: DecisionCache[str] = bounded(4, settings={"ttl_seconds": 10.0}, clock=clock)
     put(cache, "key")
     clock.now = 9.9
     assert cache.get("key") == 1
@@ -148,7 +148,7 @@ def test_an_entry_lives_as_long_as_configured_and_not_longer():
 
 def test_an_entry_that_is_too_old_is_computed_again():
     clock = Clock()
-    cache: DecisionCache[str] = one_shard(4, settings={"ttl_seconds": 10.0}, clock=clock)
+    cache: DecisionCache[str] = bounded(4, settings={"ttl_seconds": 10.0}, clock=clock)
     cache.get_or_compute("key", lambda: "old")
     clock.now = 11
     assert cache.get_or_compute("key", lambda: "new") == "new"
@@ -156,8 +156,8 @@ def test_an_entry_that_is_too_old_is_computed_again():
     assert cache.statistics().expirations == 1
 
 
-def test_a_full_shard_evicts_the_oldest_entry_that_was_not_used():
-    cache: DecisionCache[int] = one_shard(3)
+def test_a_full_cache_evicts_the_oldest_entry_that_was_not_used():
+    cache: DecisionCache[int] = bounded(3)
     for key in ("a", "b", "c"):
         put(cache, key)
     cache.get("a")
@@ -167,7 +167,7 @@ def test_a_full_shard_evicts_the_oldest_entry_that_was_not_used():
 
 
 def test_a_hit_saves_an_entry_once_and_not_for_ever():
-    cache: DecisionCache[int] = one_shard(2)
+    cache: DecisionCache[int] = bounded(2)
     put(cache, "a")
     put(cache, "b")
     cache.get("a")
@@ -178,7 +178,7 @@ def test_a_hit_saves_an_entry_once_and_not_for_ever():
 
 
 def test_where_every_entry_was_used_the_oldest_goes():
-    cache: DecisionCache[int] = one_shard(3)
+    cache: DecisionCache[int] = bounded(3)
     for key in "abc":
         put(cache, key)
         cache.get(key)
@@ -188,7 +188,7 @@ def test_where_every_entry_was_used_the_oldest_goes():
 
 def test_what_is_too_old_makes_room_before_anything_is_evicted():
     clock = Clock()
-    cache: DecisionCache[int] = one_shard(2, settings={"ttl_seconds": 10.0}, clock=clock)
+    cache: DecisionCache[int] = bounded(2, settings={"ttl_seconds": 10.0}, clock=clock)
     put(cache, "old")
     clock.now = 5
     put(cache, "young")
@@ -203,11 +203,11 @@ def test_what_is_too_old_makes_room_before_anything_is_evicted():
 operations = st.lists(st.tuples(st.sampled_from(["get", "compute", "age", "clear"]), st.integers(0, 7)), max_size=80)
 
 
-@given(operations, st.integers(1, 3), st.integers(1, 3))
-def test_the_cache_agrees_with_a_dict_that_may_forget_and_stays_within_its_bounds(steps, shards, room):
+@given(operations, st.integers(1, 6))
+def test_the_cache_agrees_with_a_dict_that_may_forget_and_stays_within_its_bounds(steps, room):
     clock = Clock()
-    settings = CacheSettings(max_size=shards * room, ttl_seconds=5.0)
-    cache: DecisionCache[int] = DecisionCache(settings, shards=shards, clock=clock)
+    settings = CacheSettings(max_size=room, ttl_seconds=5.0)
+    cache: DecisionCache[int] = DecisionCache(settings, clock=clock)
     stored: dict[int, tuple[int, float]] = {}
     lookups = 0
     for number, (what, key) in enumerate(steps):
@@ -225,7 +225,7 @@ def test_the_cache_agrees_with_a_dict_that_may_forget_and_stays_within_its_bound
                 assert found == stored[key][0]
                 assert clock.now - stored[key][1] < 5
         statistics = cache.statistics()
-        assert statistics.entries <= shards * room
+        assert statistics.entries <= room
         assert statistics.hits + statistics.misses == lookups
         assert len(cache._live) == statistics.entries
 
@@ -364,7 +364,7 @@ def test_who_asks_after_a_clearing_does_not_get_what_began_before():
 
 
 def test_concurrent_clearings_never_leave_an_older_version():
-    cache: DecisionCache[int] = DecisionCache(shards=2)
+    cache: DecisionCache[int] = DecisionCache()
     version = [0]
     stop = threading.Event()
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from lz_compile.ground.isolation import generators
+
 #: How far apart results may be, of their size, by dtype: a scan computes each step as the loop does.
 _TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float64: 1e-9,
@@ -73,18 +75,14 @@ def _is_close(one: Any, other: Any, most: float) -> bool:
 @contextmanager
 def random_numbers() -> Iterator[Callable[[], list[Tensor]]]:
     """Generators as they are now, afterwards, and whenever what is given is called; that gives how they were."""
-
-    def states() -> list[Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
+    before = [(each, each.get_state()) for each in generators()]
 
     def again() -> list[Tensor]:
-        found = states()
-        torch.set_rng_state(before[0])
-        if before[1:]:
-            torch.cuda.set_rng_state_all(before[1:])
+        found = [each.get_state() for each, _ in before]
+        for each, state in before:
+            each.set_state(state)
         return found
 
-    before = states()
     try:
         yield again
     finally:

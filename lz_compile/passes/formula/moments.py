@@ -37,6 +37,10 @@ _HALF = sympy.Rational(1, 2)
 _NESTED = 2
 
 
+class _OfAnotherError(RefusedError):
+    """A statistic is one of another tensor, though what is reduced depends on statistics of the source."""
+
+
 @dataclass
 class Moments:
     """Reads expressions in one row, the tensor ``source``.
@@ -125,6 +129,8 @@ class Moments:
         self._depth += 1
         try:
             return reader(self, call, leaf.dims)
+        except _OfAnotherError:  # centred by a mean that is also of the source
+            return None
         finally:
             self._depth -= 1
 
@@ -155,7 +161,10 @@ class Moments:
             self._unify(leaves[symbol].dims, new)
         expression = self._normal(expression.xreplace(dict.fromkeys(own, ROW)))
         if self.region.axes_in(expression) & set(atoms(new)):
-            raise RefusedError(
+            inside = (leaf.node for leaf in self.region.leaves_in(expression).values())
+            is_another = not expression.has(ROW) and not any(map(self.edge.depends, inside))
+            kind = _OfAnotherError if is_another else RefusedError
+            raise kind(
                 "ROW_WEIGHTED", f"{call.name} reduces a weighted row, or part of it", "weight it after it is normalised"
             )
         return expression, sympy.sympify(product(axis.size for axis in new))

@@ -45,10 +45,14 @@ def is_worth_reading(effects: Effects, anchor: fx.Node, results: list[fx.Node]) 
     calls = [call for call in map(effects.calls.get, (anchor, *results)) if call is not None]
     if not any(call.name in _ROOTS or (call.name == "pow" and not _is_whole(call.get("exponent"))) for call in calls):
         return False
-    inner = effects.calls.get(calls[0].input)
+    return _may_be_of_squares(effects, calls[0])
+
+
+def _may_be_of_squares(effects: Effects, statistic: Call) -> bool:
+    inner = effects.calls.get(statistic.input)
     while inner is not None and (is_cast(inner) or layout.rearranges(inner)):
         inner = effects.calls.get(inner.input)
-    return calls[0].name not in ("mean", "sum") or (inner is not None and inner.name in _SQUARES)
+    return statistic.name not in ("mean", "sum") or (inner is not None and inner.name in _SQUARES)
 
 
 def _is_whole(exponent: Any) -> bool:
@@ -176,7 +180,7 @@ def _read(effects: Effects, anchor: fx.Node, results: list[fx.Node]) -> Match | 
                     refused = refused or refusal
             except LayoutError:
                 continue
-    refused = refused or _of_several(effects, anchor, results)
+    refused = _of_several(effects, anchor, results) or refused
     return None if refused is None else NearMiss.of(OP, anchor, refused)
 
 
@@ -192,17 +196,19 @@ def _of_several(effects: Effects, anchor: fx.Node, results: list[fx.Node]) -> Re
             other = _beside_squares(expression, moments) if expression.has(ROW) else None
             if other is not None and effects.position[other] > effects.position[anchor]:  # told once, by the first
                 text = f"{source.name} is divided by a root of its own squares together with {other.name}, another tensor's"
-                edit = "normalise the concatenation of both, and split the result"
+                edit = "normalise the concatenation of all of them, and split the result"
                 return RefusedError("SEVERAL_TENSORS", text, edit)
     return None
 
 
 def _beside_squares(expression: sympy.Expr, moments: Moments) -> fx.Node | None:
-    """A statistic of another tensor that stands under the same root as the squares of the row."""
+    """The first mean of squares of another tensor that stands under the same root as that of the row."""
     roots = [power.base for power in expression.atoms(sympy.Pow) if not power.exp.is_integer]
     leaves = moments.region.leaves_in(*(base for base in roots if base.has(MEAN_SQUARE))).values()
     calls = {leaf.node: moments.effects.calls.get(leaf.node) for leaf in leaves}
-    return next((node for node, call in calls.items() if call is not None and call.name in STATISTICS), None)
+    known = {node: call for node, call in calls.items() if call is not None and call.name in STATISTICS}
+    found = [node for node, call in known.items() if _may_be_of_squares(moments.effects, call)]
+    return min(found, key=moments.effects.position.__getitem__, default=None)
 
 
 def _size(node: fx.Node) -> Size:

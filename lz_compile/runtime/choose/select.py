@@ -121,8 +121,8 @@ class _Selection:
             return self._over_symbols(self.problem.symbols, candidates)
         if all(self.against.values()):
             raise NoKernelFoundError(self.context.operation, self.against)
-        kernel_id, why = winner(self._sample(sizes), self.incumbent, MARGIN, self.preference)
-        return Decision(self._spec(kernel_id), self._why(candidates, kernel_id, why), tuple(candidates))
+        kernel_id = winner(self._sample(sizes), self.incumbent, MARGIN, self.preference)
+        return Decision(self._spec(kernel_id), self._why(candidates, kernel_id), tuple(candidates))
 
     # ---- one size -----------------------------------------------------------------------------------------------
 
@@ -185,7 +185,7 @@ class _Selection:
             score += AVOIDED
         return max(score, 1.0)
 
-    def _why(self, candidates: Sequence[Candidate], kernel_id: str, why: str) -> str:
+    def _why(self, candidates: Sequence[Candidate], kernel_id: str) -> str:
         estimate = next(each.estimate for each in candidates if each.kernel.kernel_id == kernel_id)
         preference = self.resolved_policy.preference(kernel_id)
         by = f" (preferred by {preference[1]})" if preference is not None else ""
@@ -244,7 +244,7 @@ class _Selection:
             if can_dispatch and self._dispatch_pays(Leaf(INDUCTOR), samples):
                 return self._dispatched(f"data decides {', '.join(symbols.hidden)}", candidates, found)
             kernel_id = INDUCTOR
-        why = f"{self._why(candidates, kernel_id, leaf.why)}{self._while()}"
+        why = f"{self._why(candidates, kernel_id)}{self._while()}"
         return Decision(self._spec(kernel_id), why, tuple(candidates), tree=found, asked=tuple(self.asked))
 
     def _dispatch_pays(self, instead: Node, samples: Sequence[Sample]) -> bool:

@@ -127,9 +127,7 @@ def _collapsed(ends: Sequence[Leaf], samples: Sequence[Sample], dropped: float, 
         return _NO_KERNEL_REGRET * total, Leaf(None, f"no kernel runs at all of {len(samples)} measured points")
     costs = {kernel: sum(sample.weight * log_regret(sample, kernel) for sample in samples) for kernel in kernels}
     kernel = min(costs, key=costs.__getitem__)
-    mean = math.expm1(costs[kernel] / sum(sample.weight for sample in samples))
-    why = f"the best for all of {len(samples)} measured points, {mean:.1%} slower than the best of each on average"
-    return costs[kernel] + dropped, Leaf(kernel, why)
+    return costs[kernel] + dropped, Leaf(kernel)
 
 
 def within(
@@ -171,11 +169,8 @@ def _single(samples: Sequence[Sample], incumbent: str, margin: float) -> Leaf | 
         kernels = [kernel for kernel in kernels if not _loses(kernel, samples, incumbent, margin)]
     if not kernels:
         return None
-    total = sum(sample.weight for sample in samples)
-    costs = {k: sum(sample.weight * log_regret(sample, k) for sample in samples) / total for k in kernels}
-    kernel = min(costs, key=lambda k: (costs[k], k != incumbent))
-    mean = math.expm1(costs[kernel])
-    return Leaf(kernel, f"one kernel for a declared range, {mean:.1%} slower than the best of {len(samples)} points")
+    costs = {k: sum(sample.weight * log_regret(sample, k) for sample in samples) for k in kernels}
+    return Leaf(min(costs, key=lambda k: (costs[k], k != incumbent)))
 
 
 def _loses(kernel: str, samples: Sequence[Sample], incumbent: str, margin: float) -> bool:

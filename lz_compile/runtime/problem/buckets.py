@@ -58,10 +58,8 @@ class Sample:
         return math.log(self.latency_us[kernel] / self.latency_us[other])
 
 
-def winner(
-    sample: Sample, incumbent: str = INCUMBENT, margin: float = MARGIN, preference: Sequence[str] = ()
-) -> tuple[str, str]:
-    """The kernel to take at a sample, and why.
+def winner(sample: Sample, incumbent: str = INCUMBENT, margin: float = MARGIN, preference: Sequence[str] = ()) -> str:
+    """The kernel to take at a sample.
 
     That is the fastest of those that save more of the incumbent's time than the margin and than the noise, else the
     incumbent. Of several within the noise and the margin of the fastest, the first in ``preference`` (else as the sample
@@ -77,27 +75,10 @@ def winner(
             if kernel != incumbent and 1 - latency[kernel] / base > max(margin, sample.noise_between(kernel, incumbent))
         ]
         if not better:
-            return incumbent, _why_incumbent(sample, incumbent, base, margin)
+            return incumbent
     fastest = min(better, key=latency.__getitem__)
     tied = [k for k in better if latency[k] <= latency[fastest] * (1 + min(margin, sample.noise_between(k, fastest)))]
-    chosen = min(tied, key=_order(preference, latency).__getitem__)
-    if base is None:
-        return chosen, f"{latency[chosen]:.4g} us, {incumbent} was not measured"
-    return chosen, f"{latency[chosen]:.4g} us, {base / latency[chosen]:.2f}x as fast as {incumbent} ({base:.4g} us)"
-
-
-def _why_incumbent(sample: Sample, incumbent: str, base: float, margin: float) -> str:
-    others = {kernel: us for kernel, us in sample.latency_us.items() if kernel != incumbent}
-    if not others:
-        return f"{base:.4g} us, nothing else was measured"
-    best = min(others, key=others.__getitem__)
-    text = f"{base:.4g} us, the next is {best} ({others[best]:.4g} us)"
-    if others[best] >= base:
-        return text
-    noise = sample.noise_between(best, incumbent)
-    return (
-        f"{text}: {1 - others[best] / base:.1%} less is within the margin of {margin:.1%} or the noise of {noise:.1%}"
-    )
+    return min(tied, key=_order(preference, latency).__getitem__)
 
 
 def log_regret(sample: Sample, kernel: str | None) -> float:
@@ -195,7 +176,7 @@ class _Growth:
 
     def __post_init__(self) -> None:
         self.all = (1 << len(self.points)) - 1
-        self.winners = [winner(point, self.incumbent, self.margin, self.preference)[0] for point in self.points]
+        self.winners = [winner(point, self.incumbent, self.margin, self.preference) for point in self.points]
         listed = dict.fromkeys(kernel for point in self.points for kernel in point.latency_us)
         order = _order(self.preference, listed)
         self.kernels = sorted(listed, key=lambda kernel: (kernel != self.incumbent, order[kernel]))
@@ -269,25 +250,7 @@ class _Growth:
             kernel = self.incumbent
         else:
             kernel = min(free, key=lambda k: sum(math.log(point.latency_us[k]) * point.weight for point in points))
-        return Leaf(kernel, self._why(kernel, points))
-
-    def _why(self, kernel: str, points: Sequence[Sample]) -> str:
-        where = ", ".join(
-            f"{dim} {low}" if low == high else f"{dim} {low} to {high}"
-            for dim in self.dims
-            for low, high in [(min(point.dims[dim] for point in points), max(point.dims[dim] for point in points))]
-        )
-        measured = f"measured at {len(points)} points ({where})"
-        if kernel == self.incumbent:
-            return f"{measured}: nothing else is faster by more than {self.margin:.1%} and the noise"
-        gains = [
-            point.latency_us[self.incumbent] / point.latency_us[kernel]
-            for point in points
-            if self.incumbent in point.latency_us
-        ]
-        if not gains:
-            return f"{measured}: the fastest; {self.incumbent} was not"
-        return f"{measured}: {min(gains):.2f}x to {max(gains):.2f}x as fast as {self.incumbent}"
+        return Leaf(kernel)
 
     def _edge(self, box: int, cut: _Cut, below: Node, above: Node) -> int:
         """Where to split between the largest size below and the smallest above: the mean of the crossings of all lines."""

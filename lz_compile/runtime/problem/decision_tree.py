@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class Leaf:
-    """A decision. ``kernel`` is None beyond the measurements. Leaves with the same kernel are equal, whatever led to them."""
+    """A decision. ``kernel`` is None beyond the measurements, and ``why`` says so. Leaves with the same kernel are equal."""
 
     kernel: str | None
     why: str = field(default="", compare=False)

@@ -37,6 +37,8 @@ _CANCELS = 1e-12
 
 
 Terms: TypeAlias = "Mapping[Term, float]"
+#: Factors, the sizes of the indices that are summed over, and a number.
+Product: TypeAlias = "tuple[tuple[Factor, ...], tuple[Size, ...], float]"
 
 
 @dataclass(frozen=True)
@@ -107,20 +109,20 @@ class IndexSum:
     def plus(self, other: IndexSum, scale: float = 1.0) -> IndexSum:
         """``self + scale * other``, broadcast."""
         one, two, joined = _aligned(self, other)
-        found = _Collector(_count(joined))
-        for each, factor in ((one, 1.0), (two, scale)):
-            for term, number in each.terms.items():
-                found.add(term.factors, term.bound, number * factor)
-        return IndexSum(joined, found.terms)
+        both = ((each.terms.items(), factor) for each, factor in ((one, 1.0), (two, scale)))
+        return _collected(
+            joined, ((term.factors, term.bound, number * factor) for terms, factor in both for term, number in terms)
+        )
 
     def times(self, other: IndexSum) -> IndexSum:
         """The elementwise product, broadcast."""
         one, two, joined = _aligned(self, other)
-        found = _Collector(_count(joined))
-        for (first, number), (second, scale) in itertools.product(one.terms.items(), two.terms.items()):
-            shifted = _shifted(second, len(first.bound))
-            found.add(first.factors + shifted, first.bound + second.bound, number * scale)
-        return IndexSum(joined, found.terms)
+        own, pairs = {i: i for i in range(_count(joined))}, itertools.product(one.terms.items(), two.terms.items())
+        products = (
+            (first.factors + _at(second, own, len(first.bound)), first.bound + second.bound, number * scale)
+            for (first, number), (second, scale) in pairs
+        )
+        return _collected(joined, products)
 
     def __add__(self, other: IndexSum | float) -> IndexSum:
         return self.plus(as_sum(other))
@@ -164,12 +166,7 @@ class IndexSum:
                     place[index] = -len(sizes)
                 else:
                     place[index] = next(counter)
-        found = _Collector(_count(kept))
-        for term, number in self.terms.items():
-            shift = {-1 - i: -1 - i - len(sizes) for i in range(len(term.bound))}
-            factors = tuple(factor.at({**place, **shift}) for factor in term.factors)
-            found.add(factors, (*sizes, *term.bound), number)
-        return IndexSum(kept, found.terms)
+        return self._placed(kept, place, sizes)
 
     # ---- layout -------------------------------------------------------------------------------------------------
 
@@ -210,13 +207,12 @@ class IndexSum:
         (size,) = self.dims[-1] or (1,)
         return self.unsqueezed(-1).times(IndexSum.identity(size))
 
-    def _placed(self, dims: Dims, place: Mapping[int, int]) -> IndexSum:
-        """With free indices moved to other places."""
-        found = _Collector(_count(dims))
-        for term, number in self.terms.items():
-            own = {**place, **{-1 - i: -1 - i for i in range(len(term.bound))}}
-            found.add(tuple(factor.at(own) for factor in term.factors), term.bound, number)
-        return IndexSum(dims, found.terms)
+    def _placed(self, dims: Dims, place: Mapping[int, int], summed: Sequence[Size] = ()) -> IndexSum:
+        """With free indices moved to other places, some of them among those that are ``summed`` over."""
+        products = (
+            (_at(term, place, len(summed)), (*summed, *term.bound), number) for term, number in self.terms.items()
+        )
+        return _collected(dims, products)
 
     def _widened(self, own: Dims, dims: Dims) -> IndexSum:
         """With ``own`` dims (some of which are empty) in the places of those of a larger sum."""
@@ -242,11 +238,8 @@ class IndexSum:
                 runs[index] = tuple(run)
                 cut.extend(sizes[position] for position in run)
             dims.append(tuple(cut))
-        found = _Collector(len(sizes))
-        for term, number in self.terms.items():
-            cut_factors = tuple(_cut(factor, runs) for factor in term.factors)
-            found.add(cut_factors, term.bound, number)
-        return IndexSum(tuple(dims), found.terms)
+        cut_terms = ((tuple(_cut(factor, runs) for factor in term.factors), term) for term in self.terms)
+        return _collected(tuple(dims), ((factors, term.bound, self.terms[term]) for factors, term in cut_terms))
 
 
 def as_sum(value: object) -> IndexSum:
@@ -293,40 +286,36 @@ def refinement(first: Sequence[Size], second: Sequence[Size]) -> list[tuple[Size
 
 def substituted(whole: IndexSum, atom: Atom, value: IndexSum) -> IndexSum:
     """``whole``, in every product of which ``atom`` occurs at most once, with ``value`` in the place of ``atom``."""
-    found = _Collector(_count(whole.dims))
+    products: list[Product] = []
     for term, number in whole.terms.items():
         own = next((factor for factor in term.factors if factor.atom == atom), None)
         if own is None:
-            found.add(term.factors, term.bound, number)
+            products.append((term.factors, term.bound, number))
             continue
         if len(own.indices) != len(value.sizes):
             raise UnreadableError(f"{atom.name} is cut in other pieces")
-        rest = term.without([own])
-        for inner, scale in value.terms.items():
-            shift = {-1 - i: -1 - i - len(term.bound) for i in range(len(inner.bound))}
-            place = {**dict(enumerate(own.indices)), **shift}
-            factors = tuple(factor.at(place) for factor in inner.factors)
-            found.add(rest.factors + factors, term.bound + inner.bound, number * scale)
-    return IndexSum(whole.dims, found.terms)
+        rest, place = term.without([own]).factors, dict(enumerate(own.indices))
+        products += [
+            (rest + _at(inner, place, len(term.bound)), term.bound + inner.bound, number * scale)
+            for inner, scale in value.terms.items()
+        ]
+    return _collected(whole.dims, products)
 
 
-class _Collector:
-    """Adds up products in their normal form."""
-
-    def __init__(self, free: int) -> None:
-        self._free = free
-        self.terms: dict[Term, float] = {}
-
-    def add(self, factors: tuple[Factor, ...], bound: tuple[Size, ...], number: float) -> None:
+def _collected(dims: Dims, products: Iterable[Product]) -> IndexSum:
+    """The sum of products, each in its normal form."""
+    terms: dict[Term, float] = {}
+    for factors, bound, number in products:
         term, scale = normal_term(factors, bound)
         _refuse_sizes(scale)
         added = number * scale
-        before = self.terms.pop(term, 0.0)
+        before = terms.pop(term, 0.0)
         total = before + added
         if abs(total) > _CANCELS * max(abs(before), abs(added)):
-            self.terms[term] = total
-        if len(self.terms) > MAX_TERMS:
+            terms[term] = total
+        if len(terms) > MAX_TERMS:
             raise UnreadableError(f"more than {MAX_TERMS} products")
+    return IndexSum(dims, terms)
 
 
 def _aligned(one: IndexSum, two: IndexSum) -> tuple[IndexSum, IndexSum, Dims]:
@@ -353,11 +342,10 @@ def _cut(factor: Factor, runs: Mapping[int, tuple[int, ...]]) -> Factor:
     return Factor(factor.atom, tuple(part for index in factor.indices for part in runs.get(index, (index,))))
 
 
-def _shifted(term: Term, by: int) -> tuple[Factor, ...]:
-    def shift(index: int) -> int:
-        return index - by if index < 0 else index
-
-    return tuple(Factor(factor.atom, tuple(map(shift, factor.indices))) for factor in term.factors)
+def _at(term: Term, place: Mapping[int, int], by: int) -> tuple[Factor, ...]:
+    """The factors of a product with free indices in other places, and those that it sums over behind so many others."""
+    inner = {-1 - i: -1 - i - by for i in range(len(term.bound))}
+    return tuple(factor.at({**place, **inner}) for factor in term.factors)
 
 
 def _flat(runs: Iterable[Iterable[Size]]) -> tuple[Size, ...]:
@@ -375,9 +363,5 @@ def _count(dims: Dims) -> int:
 
 def mapped(whole: IndexSum, change: Callable[[Term], Term | None]) -> IndexSum:
     """The sum of the products that ``change`` gives for those of ``whole``; those with None are left out."""
-    found = _Collector(_count(whole.dims))
-    for term, number in whole.terms.items():
-        changed = change(term)
-        if changed is not None:
-            found.add(changed.factors, changed.bound, number)
-    return IndexSum(whole.dims, found.terms)
+    changed = ((change(term), number) for term, number in whole.terms.items())
+    return _collected(whole.dims, ((each.factors, each.bound, number) for each, number in changed if each is not None))

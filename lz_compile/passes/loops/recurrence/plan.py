@@ -32,7 +32,6 @@ class Part:
     ``transition`` is None where it has no known structure, ``reason`` says why. A delay has no nodes.
     """
 
-    component: int
     states: tuple[int, ...]
     wanted: tuple[fx.Node, ...]
     nodes: tuple[fx.Node, ...]
@@ -145,7 +144,7 @@ class _Planner:
             for node in carried:
                 self._need(node)
             wanted = tuple(sorted(late))
-            return Part(component, states, wanted, (), tuple(carried), None, is_delay=True)
+            return Part(states, wanted, (), tuple(carried), None, is_delay=True)
         transition, reason = None, None
         try:
             wanted, transition = self._reads(component)
@@ -156,7 +155,7 @@ class _Planner:
         nodes, outside = self._inside(component, [*carried, *wanted])
         for node in outside:
             self._need(node)
-        return Part(component, states, wanted, nodes, outside, transition, reason)
+        return Part(states, wanted, nodes, outside, transition, reason)
 
     # ---- what is read of a part -----------------------------------------------------------------------------------
 

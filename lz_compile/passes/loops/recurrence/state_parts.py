@@ -32,11 +32,11 @@ def split_states(call: ScanCall, step: Step, around: Around) -> Rewritten | None
             cutter = _Cutter(step, node, dim)
             ends = cutter.ends(step.carried[state], size)
             if 2 < len(ends) <= _MOST_PARTS + 1:
-                return _split(call, step, around, state, cutter, ends)
+                return _split(call, around, state, cutter, ends)
     return None
 
 
-def _split(call: ScanCall, step: Step, around: Around, state: int, cutter: _Cutter, ends: Sequence[int]) -> Rewritten:
+def _split(call: ScanCall, around: Around, state: int, cutter: _Cutter, ends: Sequence[int]) -> Rewritten:
     dim, spans = cutter.dim, list(itertools.pairwise(ends))
     graph = cutter.graph(state, spans)
     old = call.init[state]

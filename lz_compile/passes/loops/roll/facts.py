@@ -236,7 +236,7 @@ def _collectors(steps: Steps, uses: Sequence[Use]) -> list[Collector]:
     by_reader: dict[fx.Node, list[Use]] = {}
     for use in uses:
         by_reader.setdefault(use.reader, []).append(use)
-    found = [collector_of(steps, reader, mine) for reader, mine in by_reader.items() if len(mine) > 1]
+    found = [collector_of(reader, mine) for reader, mine in by_reader.items() if len(mine) > 1]
     return [collector for collector in found if collector is not None]
 
 

@@ -122,7 +122,7 @@ def _assignment(steps: Steps, owner: fx.Node, index: int) -> Assignment | None:
         return None
     indices = [elements_of(node.args[1], tensor) for node in nodes]
     known = [elements for elements in indices if elements is not None and None not in elements]
-    found = cut(owner, tensor, known) if len(known) == len(indices) else None
+    found = cut(owner, known) if len(known) == len(indices) else None
     if found is None:
         moving = {str(node.args[1]) for node in nodes}
         if len(moving) > 1:
@@ -221,7 +221,7 @@ def _last_inside(steps: Steps, version: fx.Node, known: LastInside) -> fx.Node |
     return found
 
 
-def collector_of(steps: Steps, node: fx.Node, uses: Sequence[Use]) -> Collector | None:
+def collector_of(node: fx.Node, uses: Sequence[Use]) -> Collector | None:
     """A reader as a collector of values in order of steps, None if it is none.
 
     Raises:

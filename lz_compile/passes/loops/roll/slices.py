@@ -247,10 +247,10 @@ def _indexed(calls: Sequence[Call], resolve: Resolve) -> Slices | None:
     indices = [elements_of(call.node.args[1], tensor) for call in calls]
     if any(index is None for index in indices):
         return None
-    return cut(source, tensor, [index for index in indices if index is not None])
+    return cut(source, [index for index in indices if index is not None])
 
 
-def cut(source: fx.Node, tensor: torch.Tensor, indices: Sequence[tuple[Any, ...]]) -> Slices | None:
+def cut(source: fx.Node, indices: Sequence[tuple[Any, ...]]) -> Slices | None:
     """What indices (as :func:`elements_of` gives them) cut out of a tensor, if they differ in one dimension only."""
     if len({len(index) for index in indices}) != 1:
         return None
