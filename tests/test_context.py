@@ -18,7 +18,7 @@ from torch import fx
 from lz_compile.compile.problems import of_match
 from lz_compile.ground import hardware as hardware_module
 from lz_compile.ground.hardware import GENERATIONS, Hardware, generation_of, hardware
-from lz_compile.lowering import frames
+from lz_compile.ground.sizes import SymbolicSize, range_of
 from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.recognisers import recognisers
@@ -132,7 +132,7 @@ def test_a_multiple_of_a_symbol_has_its_known_divisor_and_range():
         size = tensor.shape[0]
         facts = _facts(head_dim=8 * size.node.expr, query_len=size.node.expr)
         found.append(of_facts("attention", AttentionAttrs(), facts, tensors=[tensor]))
-        assert frames.range_of(size) == frames.SymbolicSize(hint=6, lower=2, upper=None)
+        assert range_of(size) == SymbolicSize(hint=6, lower=2, upper=None)
         return module.forward
 
     torch.compile(lambda x: x * 2, backend=backend, dynamic=True)(torch.randn(6, 4))

@@ -14,7 +14,8 @@ import torch
 from lz_compile.compile.measuring import is_measured, may_differ, measure_forms, runnable
 from lz_compile.ground import events
 from lz_compile.ground.isolation import isolated
-from lz_compile.lowering import frames, ops
+from lz_compile.ground.sizes import symbolic_size
+from lz_compile.lowering import ops
 from lz_compile.passes.graph.view import value_of
 from lz_compile.passes.proof.surroundings import Binding, Surrounded, surrounded, symbols
 from lz_compile.runtime.choose.calls import DISPATCH
@@ -151,7 +152,7 @@ def _bindings(match: Match, found: Surrounded, problem: Problem) -> Iterator[tup
     """Numbers for every symbol, with the sizes that they give."""
     values = [value_of(node) for node in found.inputs]
     tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    hints = {symbol: frames.symbolic_size(symbol, tensors).hint for symbol in symbols(values)}
+    hints = {symbol: symbolic_size(symbol, tensors).hint for symbol in symbols(values)}
     traced: dict[Any, int] = {symbol: size for symbol, size in hints.items() if size is not None}
     if problem.symbols is None:
         yield traced, problem.context.hints()

@@ -10,9 +10,9 @@ import torch
 
 from lz_compile.ground import events
 from lz_compile.ground.isolation import isolated
-from lz_compile.ground.sizes import Size, as_size
+from lz_compile.ground.sizes import Size, SymbolicSize, as_size, range_of, symbolic_size
 from lz_compile.ground.store import Store
-from lz_compile.lowering import configured, frames, inductor
+from lz_compile.lowering import configured, inductor
 from lz_compile.passes.formula.axes import atoms, axes_of
 from lz_compile.passes.graph.view import tensor_of, value_of
 from lz_compile.passes.proof.cases import Case, inputs_of
@@ -181,7 +181,7 @@ def symbolic_sizes(match: Match) -> SymbolicSizes | None:
     tensors = [tensor for tensor in map(tensor_of, match.operands.values()) if tensor is not None]
     for symbol in wanted:
         if str(symbol) not in found:  # no node shows it by itself, as u0 in a length of 2 * u0
-            found[str(symbol)] = _symbol(symbol, None, frames.symbolic_size(symbol, tensors))
+            found[str(symbol)] = _symbol(symbol, None, symbolic_size(symbol, tensors))
     hidden = {name: symbol for name, symbol in found.items() if symbol.size is None}
     return SymbolicSizes({name: symbol for name, symbol in found.items() if name not in hidden}, sizes, hidden)
 
@@ -192,10 +192,10 @@ def _add(size: Any, wanted: set[Any], found: dict[str, Symbol]) -> None:
     expression = as_size(size)
     if isinstance(expression, int) or expression not in wanted or str(expression) in found:
         return
-    found[str(expression)] = _symbol(expression, size, frames.range_of(size))
+    found[str(expression)] = _symbol(expression, size, range_of(size))
 
 
-def _symbol(expression: sympy.Symbol, size: torch.SymInt | None, known: frames.SymbolicSize) -> Symbol:
+def _symbol(expression: sympy.Symbol, size: torch.SymInt | None, known: SymbolicSize) -> Symbol:
     guess = UNKNOWN_SIZE if known.upper is None else min(UNKNOWN_SIZE, known.upper)
     hint = max(known.lower, guess) if known.hint is None else known.hint
     return Symbol(expression, None if known.hint is None else size, hint, known.lower, known.upper)

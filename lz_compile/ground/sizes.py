@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from itertools import permutations
 from typing import Any, TypeAlias
 from weakref import WeakKeyDictionary
@@ -63,3 +64,42 @@ def product(sizes: Iterable[Size]) -> Size:
 def is_one(size: Any) -> bool:
     """Whether a size is known to be one, so that the dimension broadcasts; a symbol never stands for one."""
     return isinstance(size, int) and size == 1
+
+
+# ---- symbolic sizes ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class SymbolicSize:
+    """What is known of a symbolic size: the one of the trace (None for one that data decides), the least and the most."""
+
+    hint: int | None = None
+    lower: int = 0
+    upper: int | None = None
+
+
+def range_of(size: torch.SymInt) -> SymbolicSize:
+    """What is known of a symbolic integer, its declared range (``mark_dynamic(min=, max=)``) and guards included."""
+    return _known(size.node.expr, size.node.shape_env)
+
+
+def symbolic_size(expression: sympy.Expr, tensors: Iterable[torch.Tensor]) -> SymbolicSize:
+    """What is known of an expression over the symbols of fake tensors; adds no guard."""
+    environments = (getattr(getattr(tensor, "fake_mode", None), "shape_env", None) for tensor in tensors)
+    environment = next((each for each in environments if each is not None), None)
+    return SymbolicSize() if environment is None else _known(expression, environment)
+
+
+def _known(expression: sympy.Expr, environment: Any) -> SymbolicSize:
+    if hasattr(environment, "guarding_hint_or_throw"):  # since 2.12; the older name warns there
+        hint = environment.guarding_hint_or_throw(expression) if environment.has_guarding_hint(expression) else None
+    else:
+        hint = environment.size_hint(expression, allow_none=True)
+    bounds = environment.bound_sympy(expression)
+    least = max(_finite(bounds.lower) or 0, 0)
+    return SymbolicSize(None if hint is None else int(hint), least, _finite(bounds.upper))
+
+
+def _finite(bound: Any) -> int | None:
+    """A bound as a number, None where it is infinite or stands for that (``sys.maxsize``)."""
+    return int(bound) if bound.is_Integer and abs(bound) < 1 << 62 else None

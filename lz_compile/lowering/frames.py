@@ -37,7 +37,7 @@ from torch.fx._symbolic_trace import _Patcher
 from lz_compile.lowering.value_guards import Frame, KnownValues, has_values, look_at, tells_writes
 
 if TYPE_CHECKING:
-    import sympy
+    pass
 
 #: What Inductor raises to have Dynamo trace again, with what it found out: no fault, and to be passed on.
 RESTARTS = (RestartAnalysis,)
@@ -242,42 +242,6 @@ def compiles_left() -> int | None:
 def trace_artifact(name: str, payload: Callable[[], str], encoding: str = "string") -> None:
     """Put a text into the structured trace, where tlparse shows it."""
     trace_structured("artifact", metadata_fn=lambda: {"name": name, "encoding": encoding}, payload_fn=payload)
-
-
-@dataclass(frozen=True)
-class SymbolicSize:
-    """What is known of a symbolic size: the one of the trace (None for one that data decides), the least and the most."""
-
-    hint: int | None = None
-    lower: int = 0
-    upper: int | None = None
-
-
-def range_of(size: torch.SymInt) -> SymbolicSize:
-    """What is known of a symbolic integer, its declared range (``mark_dynamic(min=, max=)``) and guards included."""
-    return _known(size.node.expr, size.node.shape_env)
-
-
-def symbolic_size(expression: sympy.Expr, tensors: Iterable[torch.Tensor]) -> SymbolicSize:
-    """What is known of an expression over the symbols of fake tensors; adds no guard."""
-    environments = (getattr(getattr(tensor, "fake_mode", None), "shape_env", None) for tensor in tensors)
-    environment = next((each for each in environments if each is not None), None)
-    return SymbolicSize() if environment is None else _known(expression, environment)
-
-
-def _known(expression: sympy.Expr, environment: Any) -> SymbolicSize:
-    if hasattr(environment, "guarding_hint_or_throw"):  # since 2.12; the older name warns there
-        hint = environment.guarding_hint_or_throw(expression) if environment.has_guarding_hint(expression) else None
-    else:
-        hint = environment.size_hint(expression, allow_none=True)
-    bounds = environment.bound_sympy(expression)
-    least = max(_finite(bounds.lower) or 0, 0)
-    return SymbolicSize(None if hint is None else int(hint), least, _finite(bounds.upper))
-
-
-def _finite(bound: Any) -> int | None:
-    """A bound as a number, None where it is infinite or stands for that (``sys.maxsize``)."""
-    return int(bound) if bound.is_Integer and abs(bound) < 1 << 62 else None
 
 
 #: By the number of a function: the context of its first compilation, and what is known of its buffers.

@@ -1,5 +1,6 @@
 """One recogniser per op: the ``recognise(graph, effects)`` of the module ``recogniser`` in the room named like the op.
 
+Attention's reads one call: :mod:`~lz_compile.passes.attention.matching` asks it.
 Anchors are read by a :class:`~lz_compile.passes.rewriting.match.Driver`, so that one that fails costs no other one.
 """
 

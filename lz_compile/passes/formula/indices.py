@@ -14,8 +14,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
-from lz_compile.ground.sizes import Size, as_size, product
-from lz_compile.lowering import frames
+from lz_compile.ground.sizes import Size, as_size, product, symbolic_size
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.formula.polynomial import ONE, ZERO, Polynomial, Quotients, Variable, number, quotient, variable
 from lz_compile.passes.graph.effects import Effects
@@ -148,7 +147,7 @@ class Indices:
 
     def _size_variable(self, size: sympy.Expr) -> Variable:
         tensors = (tensor for tensor in map(tensor_of, self.effects.position) if tensor is not None)
-        known = frames.symbolic_size(size, tensors)
+        known = symbolic_size(size, tensors)
         # a range that begins at 0 may have been cut there
         least = known.lower if known.lower > 0 or size.is_nonnegative else None
         return Variable(

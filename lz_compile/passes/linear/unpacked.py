@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import product, shape_of
-from lz_compile.lowering import frames
+from lz_compile.ground.sizes import product, shape_of, symbolic_size
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.contraction import PRODUCTS
 from lz_compile.passes.formula.expressions import CASTS, constant_value, plain_number
@@ -83,7 +82,7 @@ def _count(node: fx.Node) -> int:
     if tensor is None or tensor.dim() < 2:
         return 0
     count = product(shape_of(tensor))
-    return count if isinstance(count, int) else frames.symbolic_size(count, [tensor]).hint or 0
+    return count if isinstance(count, int) else symbolic_size(count, [tensor]).hint or 0
 
 
 def _is_given(node: fx.Node) -> bool:

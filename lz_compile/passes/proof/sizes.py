@@ -9,8 +9,7 @@ import torch
 
 from lz_compile.errors import TrialError
 from lz_compile.ground import memory
-from lz_compile.ground.sizes import Size
-from lz_compile.lowering import frames
+from lz_compile.ground.sizes import Size, symbolic_size
 from lz_compile.passes.formula.axes import Axis, atoms, axes_of
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.proof.resize import shape
@@ -65,7 +64,7 @@ def real_sizes(match: Match) -> Sizes:
     free = min(memory.free_bytes(device) for device in {tensor.device for tensor in tensors})
 
     def hint(size: Size) -> int:
-        known = size if isinstance(size, int) else frames.symbolic_size(size, tensors).hint
+        known = size if isinstance(size, int) else symbolic_size(size, tensors).hint
         return _UNKNOWN if known is None else known
 
     small = representative_sizes(match)

@@ -12,6 +12,7 @@ import torch
 
 from lz_compile.ground.hardware import Hardware, hardware
 from lz_compile.ground.records import Record, plain
+from lz_compile.ground.sizes import range_of, symbolic_size
 from lz_compile.lowering import ops
 
 if TYPE_CHECKING:
@@ -65,9 +66,8 @@ def known_size(size: int | torch.SymInt) -> int:
     """A tensor's size, or while tracing the one to choose for."""
     if isinstance(size, int):
         return size
-    from lz_compile.lowering import frames
 
-    known = frames.range_of(size)
+    known = range_of(size)
     return UNKNOWN_SIZE if known.hint is None else known.hint
 
 
@@ -214,9 +214,8 @@ def of_facts(
 def _dim(size: Size, tensors: Sequence[torch.Tensor]) -> Dim:
     if isinstance(size, int):
         return size
-    from lz_compile.lowering import frames
 
-    known = frames.symbolic_size(size, tensors)
+    known = symbolic_size(size, tensors)
     least, most = known.lower, known.upper
     if least == most:
         return least
