@@ -379,10 +379,13 @@ def test_a_size_that_no_operand_shows_is_refused_by_its_text(symbols: list[torch
 def test_models_keep_their_kernels_for_other_batches(name: str) -> None:
     torch._dynamo.reset()
     backend = Rewriting()
-    model, _ = FAMILIES[name].build(length=16, batch=2)
+    family = FAMILIES[name]
+    if name == "mamba":  # its layers are alike
+        family = replace(family, config={**family.config, "num_hidden_layers": 1})
+    model, _ = family.build(length=16, batch=2)
     compiled = torch.compile(model, backend=backend)
     for batch in (2, 3, 5):
-        _, given = FAMILIES[name].build(length=16, batch=batch)
+        _, given = family.build(length=16, batch=batch)
         with torch.no_grad():
             got, want = compiled(**given).logits, model(**given).logits
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
