@@ -179,6 +179,7 @@ def test_every_size_may_be_symbolic() -> None:
     assert scans(backend) == ["lz.rolled_scan"], backend.why_not()
 
 
+@pytest.mark.sampled("count_from_one", "halves")
 @pytest.mark.parametrize("count", ["count_from_one", "count_by_two", "halves"])
 def test_sizes_that_are_counted_are_those_that_guards_say_them_to_be(count: str) -> None:
     """``arange`` of floats has a size of its own, which broadcasting holds to be another one."""
