@@ -141,7 +141,7 @@ def draw_dtypes(draw):
     return dtype, draw(st.sampled_from((dtype, torch.float32, torch.float64))), draw(st.sampled_from(ZEROS))
 
 
-@settings(many, max_examples=examples(30, 100))
+@settings(many, max_examples=examples(15, 100))
 @given(problem=problems(), is_rounded=st.booleans())
 def test_products_are_the_definitions(problem, is_rounded):
     check(problem, problem.dtype if is_rounded else torch.float32)

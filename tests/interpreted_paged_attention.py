@@ -69,7 +69,7 @@ def problems(draw):
     )  # fmt: skip
 
 
-@settings(max_examples=examples(10, 30), deadline=None, derandomize=True, database=None)
+@settings(max_examples=examples(6, 30), deadline=None, derandomize=True, database=None)
 @given(
     problem=problems(),
     launch=st.sampled_from(LAUNCHES),

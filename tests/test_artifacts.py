@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from backends import known_instruction_sets
+from backends import USUAL_MACHINE, known_instruction_sets
 from rich.console import Console
 
 import lz_compile
@@ -107,7 +107,7 @@ print(match.kernel, len(built), counters["inductor"]["fxgraph_cache_miss"], coun
 def _run(tmp_path: Path, how: str) -> list[str]:
     caches = {name: str(tmp_path / f"{how}-{name}") for name in ("LAYERZERO_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")}
     done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(tmp_path / "warm.zip"), how],
+        [sys.executable, "-c", USUAL_MACHINE + _PROGRAM, str(tmp_path / "warm.zip"), how],
         env={**os.environ, **caches, **known_instruction_sets()},
         cwd=HERE,
         capture_output=True,

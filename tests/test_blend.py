@@ -44,7 +44,7 @@ from tests.graphs import capture, effects_of
 
 LOCK = {"blend": "torch.blend"}
 many = settings(
-    max_examples=examples(45, 200),
+    max_examples=examples(25, 200),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

@@ -118,7 +118,7 @@ PLACES: tuple[Place, ...] = (
 )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 36))])
 def test_a_recurrence_over_what_a_tensor_holds_is_read_however_it_is_spelled(seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)

@@ -133,7 +133,7 @@ def run(function: Function, inputs: list[Tensor]) -> tuple[Tensor, Rewriting]:
 
 
 @settings(
-    max_examples=examples(20, 60),
+    max_examples=examples(12, 60),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

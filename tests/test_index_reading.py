@@ -202,7 +202,7 @@ def program(given_: tuple[Step, ...]) -> Callable[..., Tensor]:
 drawn = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
 
-@settings(drawn, max_examples=examples(50, 160))
+@settings(drawn, max_examples=examples(30, 160))
 @given(st.lists(steps, min_size=1, max_size=10), st.booleans())
 def test_any_program_of_positions_is_read_for_what_it_computes(given_: list[Step], dynamic: bool) -> None:
     compare(program(tuple(given_)), dynamic=dynamic)

@@ -307,7 +307,7 @@ def rewritten(function, *inputs, **named):
         return torch.compile(function, backend=backend, fullgraph=True)(*inputs, **named), backend
 
 
-@settings(many, max_examples=examples(40, 150))
+@settings(many, max_examples=examples(25, 150))
 @given(spelling=spellings())
 def test_every_spelling_is_read(spelling):
     if not allows(spelling):
@@ -556,7 +556,7 @@ OPERATIONS = {
 }
 
 
-@settings(many, max_examples=40)
+@settings(many, max_examples=examples(20, 40))
 @given(data=st.data())
 def test_integers_are_never_narrowed_to_fewer_bits_than_they_have(data):
     """Any arithmetic, on all of int32: what is read is what was computed, or nothing is read."""

@@ -17,7 +17,7 @@ QUIET = {"MACHINE_BUSY", "EDIT_UNPROVEN", "EDIT_REFUTED"}
 
 
 @given(st.integers(0, 1 << 20))
-@configured(max_examples=examples(12, 600))
+@configured(max_examples=examples(8, 600))
 def test_values_gradients_and_memory_are_those_of_eager(tmp_path_factory: Any, seed: int) -> None:
     made = program(seed)
     function = made.function(tmp_path_factory.mktemp("program") / "program.py")

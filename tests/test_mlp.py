@@ -29,7 +29,7 @@ LOCK = {"mlp": "torch.mlp"}
 X = sympy.Symbol("x", real=True)
 
 many = settings(
-    max_examples=examples(25, 60),
+    max_examples=examples(15, 60),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

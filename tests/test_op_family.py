@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from backends import USUAL_MACHINE, known_instruction_sets
 
 import lz_compile
 
@@ -229,8 +230,9 @@ def package(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_new_files_alone_make_an_op_that_is_recognised_proven_and_rewritten(package: Path) -> None:
-    (package / "use.py").write_text(USE)
-    environment = {**os.environ, "PYTHONPATH": str(package), "LAYERZERO_CACHE_DIR": str(package / "cache")}
+    (package / "use.py").write_text(USUAL_MACHINE + USE)
+    given = {"PYTHONPATH": str(package), "LAYERZERO_CACHE_DIR": str(package / "cache")}
+    environment = {**os.environ, **known_instruction_sets(), **given}
     done = subprocess.run(
         [sys.executable, "use.py"],
         cwd=package,

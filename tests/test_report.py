@@ -23,7 +23,7 @@ import pytest
 import rich
 import torch
 import torch.nn.functional as F
-from backends import USUAL_MACHINE, Rewriting
+from backends import USUAL_MACHINE, Rewriting, known_instruction_sets
 from rich.console import Console
 from torch import Tensor, fx
 from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs, normalize_gm
@@ -804,7 +804,8 @@ for function in (attention, capped):
 
 def test_torch_logs_tell_decisions_and_the_structured_trace_holds_graphs_and_report(tmp_path):
     """Without them nothing is said: see ``test_telemetry.py``."""
-    given = {**os.environ, "PYTHONPATH": str(ROOT), "LAYERZERO_CACHE_DIR": str(tmp_path / "cache")}
+    given = {**os.environ, **known_instruction_sets(), "PYTHONPATH": str(ROOT)}
+    given["LAYERZERO_CACHE_DIR"] = str(tmp_path / "cache")
     given |= {"TORCH_LOGS": "+lz_compile", "TORCH_TRACE": str(tmp_path / "trace")}
     done = subprocess.run(
         [sys.executable, "-c", USUAL_MACHINE + CHILD], env=given, capture_output=True, text=True, check=True

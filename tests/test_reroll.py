@@ -96,7 +96,7 @@ def test_a_loop_is_rolled_however_it_is_spelled(seed):
     assert backend.steps == [case.steps], (case.notes, backend.reasons)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12, 72))
 def test_many_more_loops_are_rolled(seed):

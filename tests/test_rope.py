@@ -34,14 +34,14 @@ from lz_compile.passes.rope.recogniser import recognise
 from lz_compile.report.report import MatchReport
 
 many = settings(
-    max_examples=examples(30, 60),
+    max_examples=examples(18, 60),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
     phases=[Phase.generate],
 )
-some = settings(many, max_examples=examples(9, 25))
-few = settings(many, max_examples=examples(5, 10))
+some = settings(many, max_examples=examples(6, 25))
+few = settings(many, max_examples=examples(3, 10))
 LOCK = {"rope": "torch.rope"}
 
 
@@ -85,7 +85,7 @@ def test_every_spelling_is_found_and_gives_the_same(spelling: Spelling) -> None:
 
 @pytest.mark.thorough
 @given(spelling=spellings())
-@settings(many, max_examples=100, derandomize=False)
+@settings(many, max_examples=examples(50, 100), derandomize=False)
 def test_many_more_spellings_are_found(spelling: Spelling) -> None:
     inputs = spelling.inputs(1)
     got, backend = compiled(spelling.build(), *inputs)

@@ -36,7 +36,7 @@ from tests.routing_spellings import (
 LOCK = {"routing": "torch.routing"}
 
 many = settings(
-    max_examples=examples(12, 30),
+    max_examples=examples(8, 30),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

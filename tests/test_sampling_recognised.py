@@ -75,7 +75,7 @@ def test_every_spelling_is_rewritten(spelling):
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(10, 40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(6, 40), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(spellings(), st.sampled_from([(3, 70), (2, 3, 64), (1, 50), (4, 1, 33)]))
 def test_chains_of_any_spellings_are_one_operation(spelling, shape):
     check(spelling, scores(*shape), masks(*shape))

@@ -179,6 +179,7 @@ def test_every_size_may_be_symbolic() -> None:
     assert scans(backend) == ["lz.rolled_scan"], backend.why_not()
 
 
+@pytest.mark.sampled("count_from_one", "halves")
 @pytest.mark.parametrize("count", ["count_from_one", "count_by_two", "halves"])
 def test_sizes_that_are_counted_are_those_that_guards_say_them_to_be(count: str) -> None:
     """``arange`` of floats has a size of its own, which broadcasting holds to be another one."""
@@ -379,10 +380,13 @@ def test_a_size_that_no_operand_shows_is_refused_by_its_text(symbols: list[torch
 def test_models_keep_their_kernels_for_other_batches(name: str) -> None:
     torch._dynamo.reset()
     backend = Rewriting()
-    model, _ = FAMILIES[name].build(length=16, batch=2)
+    family = FAMILIES[name]
+    if name == "mamba":  # its layers are alike
+        family = replace(family, config={**family.config, "num_hidden_layers": 1})
+    model, _ = family.build(length=16, batch=2)
     compiled = torch.compile(model, backend=backend)
     for batch in (2, 3, 5):
-        _, given = FAMILIES[name].build(length=16, batch=batch)
+        _, given = family.build(length=16, batch=batch)
         with torch.no_grad():
             got, want = compiled(**given).logits, model(**given).logits
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from backends import USUAL_MACHINE, Rewriting
+from backends import USUAL_MACHINE, Rewriting, known_instruction_sets
 from problems import from_tensors
 from torch import Tensor, nn
 
@@ -442,7 +442,8 @@ for options in ({}, {"layerzero.dispatch_table": sys.argv[1]}):
         report = lz.explain(attention, *operands, options=options, dynamic=False, print_report=False)
         print(report.matches[0].kernel)
 """
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "LAYERZERO_CACHE_DIR": str(tmp_path / "cache")}
+    environment = {**os.environ, **known_instruction_sets(), "PYTHONPATH": str(ROOT)}
+    environment["LAYERZERO_CACHE_DIR"] = str(tmp_path / "cache")
     done = subprocess.run(
         [sys.executable, "-c", USUAL_MACHINE + script, str(tmp_path / "lock.json")],
         env=environment,

@@ -406,7 +406,7 @@ def test_other_surroundings_have_another_hash():
 
 @given(spelling=spellings())
 @settings(
-    max_examples=examples(10, 40),
+    max_examples=examples(6, 40),
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

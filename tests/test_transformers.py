@@ -13,6 +13,7 @@ import torch
 import transformers
 import zoo
 from backends import Rewriting, Traced
+from tiers import shallow
 from torch import Tensor, nn
 from transformers.modeling_utils import PreTrainedModel
 
@@ -63,7 +64,7 @@ def assert_near(*pairs: tuple[Sequence[Tensor | None], Sequence[Tensor | None]])
 
 @pytest.mark.parametrize("name", SERVED)
 def test_families_give_the_same_values_and_gradients(name: str):
-    family = zoo.family(name)
+    family = shallow(zoo.family(name))
     assert_near(*zip(*(results(*family.build(each)) for each in (NAME, reference(name))), strict=True))
 
 
@@ -133,7 +134,7 @@ def test_biases_and_sinks_join_what_drops_scores(is_causal: bool, has_mask: bool
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["llama", "llama_left_padded", "mistral", "gemma2", "gpt_oss", "bert", "t5", "vit"])
 def test_attention_of_a_compiled_model_is_recognised(name: str):
-    family = zoo.family(name)
+    family = shallow(zoo.family(name))
     model, inputs = family.build(NAME)
     backend = Rewriting()
     with torch.no_grad():

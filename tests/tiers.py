@@ -2,7 +2,7 @@
 
 ``@pytest.mark.thorough`` leaves a test to the second tier. ``@pytest.mark.sampled`` keeps as many cases of a grid in the first
 as meet every value of every parameter; ``@pytest.mark.sampled(3)`` every third; ``@pytest.mark.sampled("a", "b")`` those of
-these names. `examples` is the same for Hypothesis. ``LZ_TEST_THOROUGH=1`` runs both tiers.
+these names. `examples` is the same for Hypothesis, `shallow` for layers of models. ``LZ_TEST_THOROUGH=1`` runs both tiers.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ IS_THOROUGH = bool(os.environ.get("LZ_TEST_THOROUGH"))
 def examples(sample: int, thorough: int) -> int:
     """How many examples Hypothesis draws in this run."""
     return thorough if IS_THOROUGH else sample
+
+
+def shallow(family: Any) -> Any:
+    """A family of models (``zoo.py``) as this run asks for it: one layer where layers are alike, or all of them."""
+    return family if IS_THOROUGH else family.with_one_layer()
 
 
 def left_out(items: Iterable[pytest.Item]) -> list[pytest.Item]:

@@ -15,7 +15,7 @@ Sizes are small and, where an architecture lets us choose, distinct, so that no 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -94,6 +94,15 @@ _SPEECH = {
 }
 _TOWERS = {"text_config": _TEXT, "vision_config": _VISION, "projection_dim": 48}
 
+#: Families whose two layers are not alike, or whose counts are not those of their layers.
+_LAYERS_DIFFER = frozenset(
+    "gpt2_upcast gpt_neo gemma2 gemma3 cohere2 deepseek_v3 llama4 gpt_oss modernbert funnel t5 umt5 lxmert sam_vision".split()
+)
+_LAYERS = frozenset(
+    "num_hidden_layers num_layers encoder_layers decoder_layers num_encoder_layers num_decoder_layers encoder_num_hidden_layers "
+    "decoder_num_hidden_layers".split()
+)
+
 
 @dataclass(frozen=True)
 class Family:
@@ -137,6 +146,14 @@ class Family:
         inputs = self.inputs(generator)
         return self.wrap(model).eval(), {k: v.to(dtype) if v.is_floating_point() else v for k, v in inputs.items()}
 
+    def with_one_layer(self) -> Family:
+        """The same with one layer in each stack, where the two are alike, and half of what they hold."""
+        settings = _one_layer(self.settings)
+        if settings == self.settings or self.name in _LAYERS_DIFFER or self.wrap in (DecodeStep, StaticStep):
+            return self
+        instances, expressible = (-(-count // 2) for count in (self.instances, self.expressible))
+        return replace(self, settings=settings, instances=instances, expressible=expressible)
+
     def lacks(self, attn: str) -> str:
         """Why there is no model with this attention; empty where there is."""
         import transformers
@@ -153,6 +170,14 @@ class Family:
         config = config_class(**self.settings)
         _switch_off(config)
         return model_class._from_config(config, attn_implementation=attn, dtype=dtype)
+
+
+def _one_layer(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings, those of towers too, with one layer wherever layers are counted."""
+    return {
+        name: _one_layer(each) if isinstance(each, dict) else 1 if name in _LAYERS else each
+        for name, each in settings.items()
+    }
 
 
 def _switch_off(config: Any) -> None:
