@@ -55,7 +55,7 @@ def little(graph: fx.Graph) -> float:
 
 
 def open_question(decision: Decision, problem: Problem, times: int, left_s: float) -> list[str]:
-    """The best kernel and what may be better, where estimates cannot tell which one is faster and finding out pays; else none.
+    """The best kernel and what may be better, where estimates cannot tell which is faster and finding out pays; else none.
 
     Args:
         decision: what would be chosen.
