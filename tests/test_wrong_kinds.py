@@ -48,6 +48,23 @@ def test_a_path_is_text(call: Callable[[Any], Any], wrong: Any) -> None:
         call(wrong)
 
 
+@pytest.mark.parametrize("make", [torch.Tensor.to_sparse_csr, torch.Tensor.to_sparse_csc])
+def test_an_operand_is_dense(make: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    for call in (lz.linear, lambda x, weight: lz.which("norm.rms", x, weight[0])):
+        with pytest.raises(lz.ArgumentError, match="expected input as a dense tensor, received"):
+            call(make(torch.ones(4, 4)), torch.ones(4, 4))
+
+
+def test_an_operand_has_sizes() -> None:
+    with pytest.raises(lz.ArgumentError, match="expected input as a dense tensor, received a nested one"):
+        lz.which("norm.rms", torch.nested.nested_tensor([torch.ones(4, 4)]), torch.ones(4))
+
+
+def test_the_kernel_that_is_tried_is_named() -> None:
+    with pytest.raises(lz.ArgumentError, match="expected kernel_id as the name of a kernel, received 3"):
+        lz.validate(3, torch.ones(4, 4))  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("argument", ["platform", "supported_dtypes", "supports", "requires_isa", "fuses_ops"])
 @pytest.mark.parametrize("wrong", [None, 3, [None], torch.zeros(())], ids=str)
 def test_what_is_registered_has_names(argument: str, wrong: Any) -> None:
