@@ -86,8 +86,12 @@ class Arguments:
             expected, conversion = _WORDS[kind]
             advice = "Take .real" if dtype.is_complex else f"Cast it, as by {conversion}"
             raise self.wrong(name, f"{_shown(dims)[1:]} {expected}".strip(), dtype, advice)
-        if value.is_sparse:
+        if value.layout not in (torch.strided, torch.jagged):
             raise self.wrong(name, "as a dense tensor", value.layout, "Call .to_dense()")
+        if value.is_nested and value.layout == torch.strided:  # has no sizes
+            raise self.wrong(
+                name, "as a dense tensor", "a nested one", "Call .to_padded_tensor(0.0), or nest it as jagged"
+            )
 
     def _check_sizes(self, name: str, shape: Sequence[Any], dims: str) -> None:
         letters, given = dims.split(), tuple(shape)

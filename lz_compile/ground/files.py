@@ -9,6 +9,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from lz_compile.errors import ArgumentError
+
 
 class TooLargeError(Exception):
     """A file is larger than what it is taken for can be."""
@@ -22,6 +24,18 @@ def cache_directory() -> Path:
     import platformdirs
 
     return Path(platformdirs.user_cache_dir("layerzero", appauthor=False))
+
+
+def path_given(function: str, argument: str, value: object) -> Path:
+    """The path that a public function is given, with the user's directory for ``~``.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ArgumentError(function, argument, "a path, as text or os.PathLike", repr(value))
+    return Path(os.path.expanduser(text))  # pathlib raises where there is no such user
 
 
 def read_bounded(path: Path, most: int) -> bytes:

@@ -35,6 +35,7 @@ from lz_compile.lowering.cpp_builds import element_by_element, kernels_joined, k
 from lz_compile.lowering.frames import RESTARTS, allow_counters, apart
 from lz_compile.lowering.overwritten_inputs import copy_what_is_overwritten, hand_over_copies, keep_what_was
 from lz_compile.lowering.regions import has_regions, untangle, writing_to_no_operand
+from lz_compile.lowering.scaled_products import spell_out_factors
 
 
 class _Fingerprint(CustomGraphPass):
@@ -76,7 +77,7 @@ def compile_graph(
     ``rounds_alike`` lets pointwise code on CPUs give an element the same bits wherever it stands.
     """
     know_instructions(inputs)
-    patches = {**config, **_around("post_grad_custom_pre_pass", hand_over_copies, config, f"{cache_key}{rounds_alike}")}
+    patches = {**config, **_around("post_grad_custom_pre_pass", _mend, config, f"{cache_key}{rounds_alike}")}
     patches |= _ROUNDED_ALIKE if rounds_alike else {}
     patches |= _around("joint_custom_pre_pass", copy_what_is_overwritten, config, cache_key)
     patches |= _around("joint_custom_post_pass", keep_what_was, config, cache_key)
@@ -284,6 +285,12 @@ def _bases(module: fx.GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:
         if source in noted and kept is not None and kept.tensor_source != source:
             found.append(mode.from_tensor(each, symbolic_context=noted[source], source=source, trace=False))
     return found
+
+
+def _mend(graph: fx.Graph) -> None:
+    """What Inductor's passes over a forward or a backward would make wrong values of."""
+    hand_over_copies(graph)
+    spell_out_factors(graph)
 
 
 def _around(

@@ -19,7 +19,7 @@ import re
 import zipfile
 import zlib
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import starmap
 from pathlib import Path
@@ -29,9 +29,9 @@ import msgspec
 import torch
 
 from lz_compile.compile import finished
-from lz_compile.errors import ArtifactError
+from lz_compile.errors import ArgumentError, ArtifactError
 from lz_compile.ground import events, store
-from lz_compile.ground.files import cache_directory, write_whole
+from lz_compile.ground.files import cache_directory, path_given, write_whole
 from lz_compile.ground.machine import code_runs_on, environment
 from lz_compile.ground.records import Record
 from lz_compile.lowering import dynamo
@@ -142,7 +142,7 @@ def save_artifacts(path: str | os.PathLike[str]) -> Artifacts:
     """
     origin = _here()
     found = {f"{origin.name}/{kind}/{name}": data for kind, name, data in _made_here()}
-    return _write(Path(path).expanduser(), {origin.name: origin}, found)
+    return _write(path_given("save_artifacts", "path", path), {origin.name: origin}, found)
 
 
 def load_artifacts(path: str | os.PathLike[str]) -> Artifacts:
@@ -159,7 +159,7 @@ def load_artifacts(path: str | os.PathLike[str]) -> Artifacts:
     Raises:
         ArtifactError: there is no such file, it is none of ours, or a newer version's.
     """
-    with _open(Path(path).expanduser()) as archive:
+    with _open(path_given("load_artifacts", "path", path)) as archive:
         found = archive.parts(load=True)
     for part in found.parts:
         for reason, count in part.left_out.items():
@@ -173,7 +173,7 @@ def inspect_artifacts(path: str | os.PathLike[str]) -> Artifacts:
     Raises:
         ArtifactError: there is no such file, it is none of ours, or a newer version's.
     """
-    with _open(Path(path).expanduser()) as archive:
+    with _open(path_given("inspect_artifacts", "path", path)) as archive:
         return archive.parts(load=False)
 
 
@@ -184,10 +184,12 @@ def merge_artifacts(output: str | os.PathLike[str], paths: Sequence[str | os.Pat
         ArtifactError: one of them is no such file, or is damaged.
         OSError: ``output`` cannot be written.
     """
+    if isinstance(paths, (str, bytes)) or not isinstance(paths, Iterable):
+        raise ArgumentError("merge_artifacts", "paths", "several", repr(paths))
     origins: dict[str, Origin] = {}
     members: dict[str, bytes] = {}
     for path in paths:
-        with _open(Path(path).expanduser()) as archive:
+        with _open(path_given("merge_artifacts", "paths", path)) as archive:
             origins |= archive.manifest.origins
             for name in archive.manifest.members:
                 data, why = archive.member(name)
@@ -197,7 +199,7 @@ def merge_artifacts(output: str | os.PathLike[str], paths: Sequence[str | os.Pat
                     )
                 is_list = name.endswith(f"/measurements/{_MEASUREMENTS}") and name in members
                 members[name] = _joined(members[name], data) if is_list else data
-    return _write(Path(output).expanduser(), origins, members)
+    return _write(path_given("merge_artifacts", "output", output), origins, members)
 
 
 # ---- what is here ----------------------------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ import torch
 from lz_compile import __version__
 from lz_compile.errors import ArtifactError, DispatchTableError
 from lz_compile.ground import health
+from lz_compile.ground.files import path_given
 from lz_compile.ground.hardware import default_device
 from lz_compile.ground.records import Record
 from lz_compile.ground.store import Store
@@ -82,6 +83,9 @@ def readiness_check(
         dispatch_table: a file that ``lz.solve`` wrote.
         artifacts: a file of ``lz.save_artifacts`` that processes will load.
     """
+    for name, path in {"dispatch_table": dispatch_table, "artifacts": artifacts}.items():
+        if path is not None:
+            path_given("readiness_check", name, path)
     device = default_device()
     configuration = installation.configuration()
     return ReadinessReport(

@@ -20,6 +20,7 @@ from lz_compile.compile.compiler import Runner, inductor_runner, process
 from lz_compile.compile.options import Options, split
 from lz_compile.errors import LayerZeroError, SolveError, nearest
 from lz_compile.ground import machine
+from lz_compile.ground.files import path_given
 from lz_compile.ground.hardware import hardware
 from lz_compile.lowering import frames, inductor
 from lz_compile.report.report import GraphReport, reports
@@ -119,6 +120,7 @@ def save_decisions(path: str | os.PathLike[str]) -> DispatchTable:
     Raises:
         OSError: it cannot be written.
     """
+    path_given("save_decisions", "path", path)
     matches = [match for graph in reports() for match in graph.matches]
     decided = [found for match in matches if (found := Decided.of(match)) is not None]
     planned = decisions.merged(each.op for each in decided)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from lz_compile.api.given import Given, check_operation, read
-from lz_compile.errors import TrialError, UnknownKernelError
+from lz_compile.errors import ArgumentError, TrialError, UnknownKernelError
 from lz_compile.ground import health
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.reasons import Reason, first_line
@@ -58,6 +58,8 @@ def kernel_asked_for(named: str, operation: str | None) -> tuple[KernelSpec, str
     """
     if operation is not None:
         check_operation("calling lz.validate", operation)
+    if not isinstance(named, str):
+        raise ArgumentError("validate", "kernel_id", "as the name of a kernel", repr(named))
     kernel_id = kernel_named(named)
     having = [op for op in ops.names() if kernel_id in kernels(op)]
     wanted = None if operation is None else operation.partition(".")[0]

@@ -115,6 +115,9 @@ def register_kernel(
     given = {name: value for name, value in locals().items() if name not in ("unknown", "check", "is_traceable")}
     for name in unknown:
         raise RegistrationError(kernel_id, _about_unknown(name))
+    if not isinstance(kernel_id, str):
+        raise RegistrationError(kernel_id, f"expected kernel_id as text, received {type(kernel_id).__name__}")
+    given |= {name: _names(kernel_id, name, given[name]) for name in _SEVERAL}
     if operation not in operations():
         raise UnknownOperationError(f"registering kernel '{kernel_id}'", operation, operations())
 
@@ -148,7 +151,7 @@ def _spec(
     if described.fuses_ops and not is_traceable:
         text = "fuses_ops needs is_traceable=True: what is computed along is no operand of one call"
         raise RegistrationError(kernel_id, text)
-    supports = form.supports(_names(given["supports"]))
+    supports = form.supports(given["supports"])
     layouts = Layouts()
     if operation.partition(".")[0] == "attention":
         takes_tokens = "BHSD" not in described.requires_layouts
@@ -182,20 +185,17 @@ def _described(kernel_id: str, function: Callable[..., Any], given: dict[str, An
     """The kernel as a descriptor of its own would describe it, checked in the same way."""
     values = {name: value for name, value in given.items() if name not in ("operation", "platform", "supported_dtypes")}
     package, backend_version = values.pop("package"), values.pop("backend_version")
-    values["platforms"] = _known(kernel_id, "platform", _names(given["platform"]), get_args(capabilities.Platform))
-    dtypes = [name_of(each) if isinstance(each, torch.dtype) else each for each in given["supported_dtypes"]]
-    values["dtypes"] = _known(kernel_id, "dtype", dtypes, get_args(capabilities.Dtype))
-    produced, required = values.pop("produces_layout"), _names(given["requires_layouts"])
+    values["platforms"] = _known(kernel_id, "platform", given["platform"], get_args(capabilities.Platform))
+    values["dtypes"] = _known(kernel_id, "dtype", given["supported_dtypes"], get_args(capabilities.Dtype))
+    produced, required = values.pop("produces_layout"), given["requires_layouts"]
     _known(kernel_id, "layout", [*required, *([] if produced is None else [produced])], ("BHSD", "BSHD"))
     is_attention = given["operation"].partition(".")[0] == "attention"
     values["requires_layouts"] = required if is_attention else ["*"]  # operands come as the op has them
     generations = [name for _, name, _ in GENERATIONS]
-    wanted = [name for name in _names(given["supported_generations"]) if not name.startswith("gfx")]
+    wanted = [name for name in given["supported_generations"] if not name.startswith("gfx")]
     _known(kernel_id, "generation", wanted, generations)
     if given["instruction_set"] is not None:
         _known(kernel_id, "instruction set", [given["instruction_set"]], list(INSTRUCTION_SETS))
-    for name in ("supports", "supported_generations", "requires_isa", "fuses_ops"):
-        values[name] = _names(given[name])
     source = f"{getattr(function, '__module__', '?')}.{getattr(function, '__qualname__', function)}, registered"
     descriptor = {
         "backend": kernel_id.partition(".")[0],
@@ -218,9 +218,26 @@ def _promised(priority: int) -> tuple[Prior, ...]:
     return () if ratio == 1 else (Prior("*", frozenset({"*"}), ratio),)
 
 
-def _names(value: str | Iterable[str]) -> list[str]:
-    """Several names, or one."""
-    return [value] if isinstance(value, str) else list(value)
+#: The arguments that are one name, or several.
+_SEVERAL = (
+    "platform",
+    "supported_dtypes",
+    "supports",
+    "supported_generations",
+    "requires_isa",
+    "requires_layouts",
+    "fuses_ops",
+)
+
+
+def _names(kernel_id: str, argument: str, value: Any) -> list[str]:
+    """Several names, or one; dtypes have names, too."""
+    kinds = (str, torch.dtype)
+    is_list = isinstance(value, Iterable) and not isinstance(value, (*kinds, torch.Tensor))
+    names = list(value) if is_list else [value]
+    if not all(isinstance(each, kinds) for each in names):
+        raise RegistrationError(kernel_id, f"expected {argument} as a name or several, received {value!r}")
+    return [each if isinstance(each, str) else name_of(each) for each in names]
 
 
 def _known(kernel_id: str, what: str, names: list[str], valid: Sequence[str]) -> list[str]:

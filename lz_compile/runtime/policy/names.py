@@ -70,6 +70,7 @@ def ops_covered(pattern: str) -> list[str]:
     Raises:
         Invalid: there is none.
     """
+    _check_text("an operation", pattern)
     found = sorted({name.partition(".")[0] for name in operations() if covers(pattern, name)})
     if not found:
         raise Invalid((), _unknown("operation", pattern, sorted(operations())))
@@ -95,6 +96,7 @@ def checked_kernels(pattern: str) -> str:
     Raises:
         Invalid: it names none; with the nearest name that there is.
     """
+    _check_text("a kernel or source", pattern)
     pattern = kernel_named(pattern)
     known = _kernels()
     if not any(covers_kernel(pattern, kernel) for kernel in known):
@@ -125,6 +127,7 @@ def locked(operation: str, kernel_id: str) -> str:
         Invalid: there is no such operation, or one of its ops does not have the kernel; with the nearest name that there is.
     """
     covered = ops_covered(operation)
+    _check_text("a kernel", kernel_id)
     name, kernel_id = kernel_id, kernel_named(kernel_id)
     variant = operation.partition(".")[2]
     asked = name.removeprefix(f"{kernel_id}.")
@@ -138,6 +141,11 @@ def locked(operation: str, kernel_id: str) -> str:
             single = "; a lock names one kernel" if is_glob(kernel_id) else ""
             raise Invalid((), _unknown("kernel", kernel_id, valid, f" for {op}") + single)
     return kernel_id
+
+
+def _check_text(what: str, name: object) -> None:
+    if not isinstance(name, str):
+        raise Invalid((), f"expected {what} by its name, received {name!r}")
 
 
 def _kernels() -> list[KernelSpec]:

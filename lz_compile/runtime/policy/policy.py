@@ -21,6 +21,7 @@ import platformdirs
 
 from lz_compile.errors import ConfigError
 from lz_compile.ground import events, hooks
+from lz_compile.ground.files import path_given
 from lz_compile.runtime.policy import environment, names
 from lz_compile.runtime.policy.names import Invalid
 from lz_compile.runtime.policy.resolved import Policy, ResolvedPolicy
@@ -152,7 +153,7 @@ def load_config(path: str | os.PathLike[str] | None = None) -> None:
         ConfigError: with file, line and key; what held before still holds.
     """
     with _mutex:
-        asked = None if path is None else str(Path(path).expanduser().absolute())
+        asked = None if path is None else str(path_given("load_config", "path", path).absolute())
         _read(asked, _told(_state)[1])
 
 

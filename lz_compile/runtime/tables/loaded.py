@@ -16,6 +16,7 @@ import torch
 from lz_compile import __version__
 from lz_compile.errors import DispatchTableError
 from lz_compile.ground import events
+from lz_compile.ground.files import path_given
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.problem.context import SelectionContext
 from lz_compile.runtime.problem.decision_tree import Leaf, Node, choose, outcomes, restrict
@@ -89,6 +90,7 @@ def load_dispatch_table(path: str | os.PathLike[str]) -> DispatchTable:
     Raises:
         DispatchTableError: the file cannot be followed here; the text says why.
     """
+    path_given("load_dispatch_table", "path", path)
     loaded = _loaded(path)
     with _state.lock:
         _state.tables = (loaded, *(each for each in _state.tables if each.path != loaded.path))

@@ -1,0 +1,39 @@
+"""Sums with a product that a number scales, so that Inductor keeps the number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from lz_compile.lowering.regions import behind_views
+
+_ATEN = torch.ops.aten
+_PRODUCTS = (_ATEN.mm.default, _ATEN.bmm.default)
+
+
+def spell_out_factors(graph: fx.Graph) -> None:
+    """Make ``x + factor * (a @ b)`` of ``add(x, a @ b, alpha=factor)``, as Inductor does it with other sums.
+
+    Inductor (2.13) joins product and sum by a pattern that takes a sum with a factor for one without: what
+    ``mean.mul_(0.9).add_(a @ b, alpha=0.1)`` adds is ten times too much. To be called ahead of its own passes.
+    """
+    for call in graph.find_nodes(op="call_function", target=_ATEN.add.Tensor):
+        if call.kwargs.get("alpha", 1) == 1 or not any(map(_is_product, call.all_input_nodes)):
+            continue
+        value, other = call.args
+        factors = (other, call.kwargs["alpha"])
+        one, number = fx.node.map_arg(factors, lambda node: node.meta["val"])
+        with graph.inserting_before(call):
+            scaled = graph.call_function(_ATEN.mul.Tensor, factors)
+        scaled.meta = {**call.meta, "val": one * number}
+        call.args, call.kwargs = (value, scaled), {}
+
+
+def _is_product(node: Any) -> bool:
+    """Whether nothing but views and clones, which may go, is between a node and a product."""
+    made, _ = behind_views(node)
+    while made.target is _ATEN.clone.default:
+        made, _ = behind_views(made.args[0])
+    return made.target in _PRODUCTS
