@@ -161,6 +161,12 @@ class Reader:
             )
         emitter = assign_roles(self.region, read)
         emitter = windowed(emitter, self.masks) or simplify(emitter, self.masks)
+        if emitter.floor is not None and emitter.bias != 0 and not emitter.sees_keys and emitter.needs_grad():
+            raise RefusedError(
+                "FLOORED_GRADIENT",
+                "scores are clamped after a mask is added: in rows that it covers, gradients end at the clamp",
+                "leave the clamp out, or mask with masked_fill",
+            )
         readers = {node: self.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
         core.check(self.region.effects, readers)
         is_window = isinstance(emitter, WindowEmitter)
