@@ -746,6 +746,28 @@ def test_what_is_added_after_a_clamp_is_not_clamped() -> None:
     assert got[:, :, 3].isnan().all()
 
 
+@pytest.mark.parametrize(
+    "bound", [lambda x, least: x.clamp(min=least), lambda x, least: torch.max(x, torch.tensor(least))]
+)
+def test_a_clamp_after_masks_is_refused_where_gradients_end_at_it(bound: Callable[..., Tensor]) -> None:
+    """As OPT is spelled: two lowest numbers add up to an infinity, of which the clamp makes a number without a gradient."""
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, padding: Tensor) -> Tensor:
+        causal = torch.full((6, 6), FLOAT32_MIN).triu(1)
+        return bound(query @ key.mT * 0.25 + causal + padding, FLOAT32_MIN).softmax(-1) @ value
+
+    padding = torch.where(torch.arange(6) < 2, FLOAT32_MIN, 0.0)
+    inputs = *torch.randn(3, 2, 3, 6, 16).unbind(), padding
+    torch.testing.assert_close(rewritten(attention, *inputs), attention(*inputs))
+    torch._dynamo.reset()
+    trained, backend = [each.requires_grad_() for each in inputs[:3]], Rewriting()
+    got = torch.compile(attention, backend=backend, fullgraph=True)(*trained, padding)
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["FLOORED_GRADIENT"], backend.why_not()
+    gradients = (torch.autograd.grad(each.square().sum(), trained) for each in (got, attention(*trained, padding)))
+    for ours, eager in zip(*gradients, strict=True):
+        torch.testing.assert_close(ours, eager)
+
+
 def test_a_clamp_between_two_masks_is_refused() -> None:
     def between(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
         scores = (query @ key.transpose(-2, -1) * 0.25 + mask).clamp(min=torch.finfo(torch.float32).min)

@@ -176,7 +176,11 @@ WRONG: dict[str, tuple[Callable[..., Any], str, str]] = {
     "writes and is right": (scaling_the_key_for_a_while, "VALIDATION_FAILED", "it writes into l_key_, with plain"),
     "writes at larger sizes": (zeroing_long_values, "VALIDATION_FAILED", "it writes into l_value_, with real sizes"),
     "is wrong at larger sizes": (wrong_for_many_keys, "VALIDATION_FAILED", "output with real sizes: off by"),
-    "is NaN at larger sizes": (nan_for_many_queries, "VALIDATION_FAILED", "output with real sizes"),
+    "is NaN at larger sizes": (
+        nan_for_many_queries,
+        "VALIDATION_FAILED",
+        "real sizes: NaN or infinite where the source is",
+    ),
     "raises at larger sizes": (raising_for_many_keys, "REWRITE_FAILED", "raised ValueError: too many keys"),
 }
 FATAL = {"hangs", "waits", "exits", "crashes"}

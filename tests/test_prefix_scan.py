@@ -215,7 +215,9 @@ def test_recurrences_in_chunks_are_named() -> None:
     torch.testing.assert_close(got, chunks(q, k, v, g))
 
 
-@pytest.mark.parametrize("weighs", ["by decays", "by a quotient", "not at all"])
+@pytest.mark.parametrize(
+    "weighs", ["by decays", "by decays of some", "by truth values", "after truth values", "by a quotient", "not at all"]
+)
 def test_recurrences_as_products_with_all_earlier_keys_are_named(weighs: str) -> None:
     """As RetNet's parallel form, causal cosFormer, and linear attention."""
 
@@ -224,6 +226,14 @@ def test_recurrences_as_products_with_all_earlier_keys_are_named(weighs: str) ->
         if weighs == "by decays":
             steps = torch.arange(6)[:, None] - torch.arange(6)
             return (scores * (decay[:, None, None] ** steps).tril()) @ v
+        places = torch.arange(6)
+        if weighs == "by decays of some":
+            steps = places[:, None] - places
+            return (scores * torch.where(steps >= 0, decay[:, None, None] ** steps.clamp(min=0), 0)) @ v
+        if weighs == "by truth values":
+            return (scores * (places[:, None] >= places).float()) @ v
+        if weighs == "after truth values":
+            return scores.masked_fill(places > places[:, None], 0) @ v
         scores = scores.masked_fill(torch.ones(6, 6).triu(1) == 1, 0)
         return (scores / scores.sum(-1, keepdim=True).clamp(min=1) if weighs == "by a quotient" else scores) @ v
 
@@ -235,10 +245,12 @@ def test_recurrences_as_products_with_all_earlier_keys_are_named(weighs: str) ->
 
 
 def test_masked_products_that_are_no_recurrence_are_not() -> None:
-    def others(q: Tensor, weight: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def others(q: Tensor, weight: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         scores, mask = q @ (v * 2).mT, torch.ones(6, 6).tril() == 0
         attention = scores.masked_fill(mask, -torch.inf).softmax(-1) @ v
-        return attention, (q @ weight.tril() * v) @ weight, (scores.relu().square() * mask) @ v
+        near, short = (torch.arange(6)[:, None] - torch.arange(6)).abs() < 2, torch.arange(6) < 4
+        windows = (scores * near) @ v, (scores.masked_fill(~short, 0)) @ v
+        return attention, (q @ weight.tril() * v) @ weight, (scores.relu().square() * mask) @ v, *windows
 
     _, backend = compiled(others, torch.randn(2, 6, 4), torch.randn(4, 4), torch.randn(2, 6, 4))
     assert not [miss for miss in backend.report.near_misses if miss.op == "scan"], backend.why_not()

@@ -238,6 +238,27 @@ def test_of_constants_it_is_known_how_far_they_reach(name: str, spell: Any) -> N
     assert "masked_rows" not in match.attributes, "every query sees a key"
 
 
+def test_of_constants_that_hold_flags_a_proof_leaves_queries_without_a_key() -> None:
+    """Chunks of queries see the chunk itself, and the ones beside it where these exist; in a proof, flags are random."""
+    chunk, chunks = 4, 6
+
+    def beside(x: Tensor) -> Tensor:
+        padded = F.pad(x.unflatten(2, (chunks, chunk)), (0, 0, 0, 0, 1, 1))
+        return torch.cat([padded[:, :, :-2], padded[:, :, 1:-1], padded[:, :, 2:]], 3)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        rows = torch.arange(chunks * chunk).view(chunks, chunk, 1)
+        columns = torch.arange(-chunk, (chunks + 1) * chunk).unfold(0, 3 * chunk, chunk)[:, None]
+        keep = ((rows - columns).abs() <= chunk) & (columns >= 0) & (columns < chunks * chunk)
+        scores = query.unflatten(2, (chunks, chunk)) @ beside(key).transpose(-2, -1) * DIM**-0.5
+        return (scores.masked_fill(~keep, -1e9).softmax(-1) @ beside(value)).flatten(2, 3)
+
+    policy.lock("attention", "lz.blocked")
+    _, match = compile_and_compare(attention, *operands(24, 24, grad=True))
+    assert match.mask.startswith("sliding window"), match.mask
+    assert match.attributes["masked_rows"] == "mean"
+
+
 def test_a_mask_that_two_layers_share_is_made_once_for_kernels_that_need_it() -> None:
     policy.lock("attention", "torch.sdpa")
 

@@ -266,8 +266,7 @@ class AttentionEmitter(TableEmitter):
             limited=frozenset((*self.roles.features, *self.roles.value_features)),
             masked_rows_count=not (self.is_undefined_when_masked or self.sees_keys),
             # What SDPA's own backward gives for rows that a finite bias masks completely depends on its implementation.
-            masked_rows_are_finite=self.floor is None
-            and (source_kernel is None or self.bias == 0)
+            masked_rows_are_finite=(source_kernel is None or self.bias == 0)
             and (self.keep == 1 or self.attrs.masked_rows in ("mean", "fill", "zero")),
         )
         return Match(op, Site.of(core, self.output_dims, {**self.region.interior, **self.passed}), found, trial)

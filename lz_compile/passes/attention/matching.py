@@ -22,7 +22,7 @@ from lz_compile.passes.attention.windows import windowed
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import NearMiss, reshaped
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError, reshaped
 from lz_compile.passes.graph.view import Call, reached, tensor_of
 from lz_compile.passes.masks.meaning import Meanings
 from lz_compile.passes.rewriting.core import find_core
@@ -80,6 +80,12 @@ def _matched(read: Weighing, masks: Meanings, finish: Finish) -> Match:
     emitter = assign_roles(read)
     window = windowed(emitter, masks)
     emitter = window or simplify(emitter, masks)
+    if emitter.floor is not None and emitter.bias != 0 and not emitter.sees_keys and emitter.needs_grad():
+        raise RefusedError(
+            "FLOORED_GRADIENT",
+            "scores are clamped after a mask is added: in rows that it covers, gradients end at the clamp",
+            "leave the clamp out, or mask with masked_fill",
+        )
     core.check(region.effects, {node: region.readers.get(node, core.nodes[0]) for node in emitter.edge()})
     return finish(emitter, core, None) if window is None else window.match(OP, core)
 

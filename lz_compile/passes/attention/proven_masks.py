@@ -156,12 +156,12 @@ def _sees_a_key(emitter: AttentionEmitter, leaves: list[_Leaf], masks: Meanings)
 
 
 def _sees_by_values(emitter: AttentionEmitter, leaves: list[_Leaf], masks: Meanings) -> bool:
-    """The same of masks of constants: they are looked at."""
+    """The same of masks of constants: they are looked at. Flags are drawn in a proof, where they may leave a query none."""
     if emitter.attrs.limits is not None or not all(isinstance(length, int) for length in emitter.lengths()):
         return False
     keep = torch.ones(1, 1, 1, 1, dtype=torch.bool)
     for leaf in leaves:
-        value = None if leaf.meaning is None else masks.values(leaf.node)
+        value = None if leaf.meaning is None or leaf.meaning.flags else masks.values(leaf.node)
         if value is None:
             return False
         value = Builder(lambda node: node).arrange(value, emitter.region.leaves[leaf.symbol].dims, emitter.axes(SCORES))

@@ -263,9 +263,18 @@ def _compared(
         else:
             verdict = replace(verdict, grad_error=max(verdict.grad_error or 0.0, error))
         if not bool(is_near.all()):
-            text = f"{name} with {case.name}: off by {error:.3g} where the source is off by {source_error:.3g}"
-            return replace(verdict, ok=False, reason=text)
+            told = f"off by {error:.3g} where the source is off by {source_error:.3g}"
+            special = _special(base[~is_near], actual[~is_near])
+            return replace(verdict, ok=False, reason=f"{name} with {case.name}: {special or told}")
     return verdict
+
+
+def _special(given: torch.Tensor, ours: torch.Tensor) -> str | None:
+    """What sets wrong elements apart that no error counts: it is of finite numbers."""
+    finite, other = given.isfinite(), ours.isfinite()
+    if bool((finite & ~other).any()):
+        return "NaN or infinite where the source is finite"
+    return "finite where the source is NaN or infinite" if bool((other & ~finite).any()) else None
 
 
 def _names(match: Match, case: Case) -> list[str]:

@@ -38,6 +38,8 @@ from lz_compile.passes.loops.recurrence.step_check import check, with_drops
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
 from lz_compile.passes.loops.recurrence.transition import Transition
+from lz_compile.passes.masks.meaning import Axes, Meaning
+from lz_compile.passes.masks.reading import Masks
 from lz_compile.passes.rewriting.core import wants_grad
 from lz_compile.passes.rewriting.match import Driver, Found, Input, Match, Outcome, Site, Trial
 from lz_compile.passes.rewriting.op_calls import CallEmitter, arguments_of, op_calls
@@ -154,7 +156,7 @@ def _parallel_forms(graph: fx.Graph, effects: Effects, told_already: Collection[
 
 def _is_masked_product(node: fx.Node, effects: Effects) -> bool:
     """Whether a value is one product of two computed tensors that is masked by what lies above or below a diagonal."""
-    products, is_masked, seen, queue = set[fx.Node](), False, {node}, [node]
+    products, is_masked, weights, seen, queue = set[fx.Node](), False, set[fx.Node](), {node}, [node]
     while queue and len(seen) < _REACH:
         call = effects.calls.get(queue.pop())
         if call is None:
@@ -165,19 +167,33 @@ def _is_masked_product(node: fx.Node, effects: Effects) -> bool:
         is_moved = is_cast(call) or layout.is_view(call) or layout.rearranges(call)
         if not is_moved and call.name not in _WEIGHS:
             continue
-        others = set(call.node.all_input_nodes) - {call.input} if call.name in _WEIGHS else set()
-        is_masked |= call.name in _MASKS or any(_has_diagonal(each, effects) for each in others)
+        weights |= set(call.node.all_input_nodes) - {call.input} if call.name in _WEIGHS else set()
+        is_masked |= call.name in _MASKS
         behind = {call.input} if is_moved or call.name == "div" else set(call.node.all_input_nodes)
         queue += [each for each in behind - seen if isinstance(each, fx.Node)]
         seen |= behind
     (product, *rest) = products or (None,)
     operands = [] if product is None or rest else product.all_input_nodes
-    return is_masked and len(operands) > 1 and all(effects.calls.get(each) is not None for each in operands)
+    if len(operands) < 2 or any(effects.calls.get(each) is None for each in operands):
+        return False
+    return is_masked or any(_has_diagonal(each, effects) for each in weights)
 
 
 def _has_diagonal(node: fx.Node, effects: Effects) -> bool:
     """Whether a mask is made of what lies above or below a diagonal."""
-    return any(effects.name(each) in _MASKS for each in reached([node], most=40))
+    return any(effects.name(each) in _MASKS or _is_one_sided(each, effects) for each in reached([node], most=40))
+
+
+def _is_one_sided(node: fx.Node, effects: Effects) -> bool:
+    """Whether truth values, or their opposites, keep what lies on one side of a diagonal of the last two dimensions."""
+    tensor = tensor_of(node)
+    if tensor is None or tensor.dtype != torch.bool or tensor.dim() < 2:
+        return False
+    *batch, query, key = (Axis(as_size(size)) for size in tensor.shape)
+    dims, axes = tuple((axis,) for axis in (*batch, query, key)), Axes(tuple(batch), (), (query,), (key,))
+    meanings = (Masks(effects).read(node, dims, axes, keeps=keeps) for keeps in (True, False))
+    bands = [each.band for each in meanings if isinstance(each, Meaning) and each.band is not None]
+    return any((band.lower is None) != (band.upper is None) for band in bands)
 
 
 def _followed(node: fx.Node, effects: Effects) -> set[fx.Node]:
