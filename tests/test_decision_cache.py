@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import pytest
 from hypothesis import given
@@ -283,6 +285,47 @@ def test_an_interrupt_leaves_no_waiter_hanging_and_one_of_them_computes():
     assert cache.wait_with(3, go_on, compute) == ["value"] * 3
     assert computed == [1]
     assert cache.statistics().computations == 2
+
+
+def test_an_interrupt_between_the_end_of_a_computation_and_its_notice_leaves_no_waiter_hanging():
+    cache = Observed()
+    interrupted = []
+
+    def interrupt(frame, _event, _argument):
+        if frame.f_code is not Future.set_result.__code__ or interrupted or not frame.f_locals["self"].done():
+            return interrupt
+        interrupted.append(1)
+        raise KeyboardInterrupt
+
+    def end() -> str:
+        sys.settrace(interrupt)
+        return "value"
+
+    _, go_on = start_held(cache, "key", end)
+    assert cache.wait_with(3, go_on, never) == ["value"] * 3
+    assert interrupted == [1]
+
+
+def test_who_waited_for_a_value_finds_it_stored():
+    looked = threading.Event()
+
+    def clock() -> float:
+        if threading.current_thread() is thread:  # it stores
+            looked.wait(0.3)
+        return 0.0
+
+    cache = Observed(clock=clock)
+    thread, go_on = start_held(cache, "key", lambda: "value")
+
+    def asks(_: int) -> list[object]:
+        found = [cache.get_or_compute("key", never), cache.get("key")]
+        looked.set()
+        return found
+
+    release = threading.Thread(target=lambda: wait_until(lambda: cache.waiters == 1) or go_on.set())
+    release.start()
+    assert in_threads(1, asks) == [["value", "value"]]
+    release.join(PATIENCE_S)
 
 
 def test_who_waited_when_the_cache_was_cleared_gets_what_it_waited_for():

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError, Future
+from concurrent.futures import TimeoutError as LateError  # Python's own from 3.11 on
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -29,6 +30,8 @@ from lz_compile.ground.records import Record
 from lz_compile.runtime.policy.settings import CacheSettings
 
 V = TypeVar("V")
+#: How often who waits looks whether the end of a computation was told: an interrupt may come between the two.
+_LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,9 @@ class DecisionCache(Generic[V]):
                     if self._flights.get(key) is flight:
                         del self._flights[key]
             with suppress(CancelledError):
+                while not found.done():
+                    with suppress(LateError):
+                        found.exception(_LOOK_S)
                 return found.result()
 
     def clear(self) -> None:
@@ -159,15 +165,15 @@ class DecisionCache(Generic[V]):
         try:
             _thread.is_computing = True
             value = compute()
-            flight.set_result(value)
+            with self._lock:
+                if live is self._live:  # it was not cleared meanwhile
+                    self._store(key, value)
+            flight.set_result(value)  # only now: who finds a computation that has ended, and no entry, computes again
         except Exception as error:
             flight.set_exception(error)
             raise
         finally:
             _thread.is_computing = was_computing
-        with self._lock:
-            if live is self._live:  # it was not cleared meanwhile
-                self._store(key, value)
         return value
 
     # ---- what changes the entries, under the lock ------------------------------------------------------------------
