@@ -41,7 +41,9 @@ def test_a_name_is_text(call: Callable[[Any], Any], wrong: Any) -> None:
         call(wrong)
 
 
-@pytest.mark.parametrize("wrong", [3, b"file", object(), "", "a\0b"], ids=["number", "bytes", "object", "empty", "zero byte"])
+@pytest.mark.parametrize(
+    "wrong", [3, b"file", object(), "", "a\0b"], ids=["number", "bytes", "object", "empty", "zero byte"]
+)
 @pytest.mark.parametrize("call", PATHS)
 def test_a_path_is_text(call: Callable[[Any], Any], wrong: Any) -> None:
     with pytest.raises(lz.ArgumentError, match=r"expected (path|paths|output|dispatch_table|artifacts) "):
