@@ -28,7 +28,19 @@ def two_products(mean: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.add(a @ b, mean @ mean, alpha=0.5)
 
 
-@pytest.mark.parametrize("function", [running, behind_views, two_products], ids=lambda function: function.__name__)
+def a_number(mean: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """The factor is of a number; what it is added to is the product."""
+    return torch.add(a @ b, 2.0, alpha=0.5) + mean
+
+
+def narrow(mean: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """A product that float16 holds, times a factor that it does not."""
+    return torch.add(mean, a.half() @ b.half(), alpha=1e6)
+
+
+@pytest.mark.parametrize(
+    "function", [running, behind_views, two_products, a_number, narrow], ids=lambda function: function.__name__
+)
 def test_a_factor_is_kept(function: Callable[..., Tensor]) -> None:
     def run(called: Callable[..., Tensor]) -> list[Tensor]:
         torch.manual_seed(0)

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -35,9 +35,6 @@ from torch._logging._internal import trace_structured
 from torch.fx._symbolic_trace import _Patcher
 
 from lz_compile.lowering.value_guards import Frame, KnownValues, has_values, look_at, tells_writes
-
-if TYPE_CHECKING:
-    pass
 
 #: What Inductor raises to have Dynamo trace again, with what it found out: no fault, and to be passed on.
 RESTARTS = (RestartAnalysis,)

@@ -22,12 +22,17 @@ def spell_out_factors(graph: fx.Graph) -> None:
     for call in graph.find_nodes(op="call_function", target=_ATEN.add.Tensor):
         if call.kwargs.get("alpha", 1) == 1 or not any(map(_is_product, call.all_input_nodes)):
             continue
-        value, other = call.args
-        factors = (other, call.kwargs["alpha"])
-        one, number = fx.node.map_arg(factors, lambda node: node.meta["val"])
+        (value, other), factor, held = call.args, call.kwargs["alpha"], call.meta["val"]
+        if not isinstance(other, fx.Node):
+            call.args, call.kwargs = (value, other * factor), {}
+            continue
         with graph.inserting_before(call):
-            scaled = graph.call_function(_ATEN.mul.Tensor, factors)
-        scaled.meta = {**call.meta, "val": one * number}
+            if other.meta["val"].dtype != held.dtype:  # eager PyTorch scales in the dtype of the sum
+                widened = graph.call_function(torch.ops.prims.convert_element_type.default, (other, held.dtype))
+                widened.meta = {**call.meta, "val": other.meta["val"].to(held.dtype)}
+                other = widened
+            scaled = graph.call_function(_ATEN.mul.Tensor, (other, factor))
+        scaled.meta = {**call.meta, "val": other.meta["val"] * fx.node.map_arg(factor, lambda node: node.meta["val"])}
         call.args, call.kwargs = (value, scaled), {}
 
 
