@@ -232,7 +232,9 @@ def test_they_are_trained(function, inputs):
         parts = [each for each in (found if isinstance(found, tuple) else (found,)) if each.requires_grad]
         return torch.autograd.grad(sum(each.sin().sum() for each in parts), given, allow_unused=True)
 
-    for one, other in zip(gradients(lambda *all_: compiled(rolled, *all_)[0]), gradients(function), strict=True):
+    for one, other in zip(
+        gradients(lambda *all_: compiled(rolled, *all_, trains=True)[0]), gradients(function), strict=True
+    ):
         if one is not None and other is not None:
             same(one, other)
         else:  # what a loop gives no gradient to, a scan may give zeros
@@ -246,13 +248,13 @@ def test_a_loop_whose_gradients_fail_is_rolled_where_none_are_wanted():
     with torch.no_grad():
         assert compiled(rolled, x.requires_grad_(), share)[1].scans == 1
     with collect() as events:
-        found, graphs = compiled(rolled, x, share)
+        found, graphs = compiled(rolled, x, share, trains=True)
     assert graphs.scans == 0
     assert "it is differentiated here" in " ".join(event.message for event in events)
     (gradient,) = torch.autograd.grad(found.sum(), x)
     same(gradient, torch.autograd.grad(written_over(x, share).sum(), x)[0])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        compiled(rolled, x, share.requires_grad_())[0].sum().backward()
+        compiled(rolled, x, share.requires_grad_(), trains=True)[0].sum().backward()
 
 
 def seen_by_another_name(x):

@@ -28,6 +28,8 @@ CASES = [
     for attn in zoo.MODES
     for is_other in [attn == "eager" and name not in TWINS]
 ]
+#: Gradients end where scores are clamped, in rows that padding covers: these are rewritten in inference alone.
+CLAMPED = ("xglm",)
 #: Through Inductor as well; the other families run the rewritten graph eagerly.
 COMPILED = ("gpt2", "llama", "bert", "t5", "vit", "bloom", "gemma2", "deepseek_v3")
 
@@ -41,7 +43,8 @@ def test_every_expressible_attention_is_run_by_a_kernel_and_outputs_and_gradient
     backend = Rewriting()
     want, want_gradients = _run(model, model, inputs)
     got, got_gradients = _run(model, torch.compile(model, backend=backend), inputs)
-    assert sum(map(_runs_by_a_kernel, backend.report.matches)) >= family.expressible, backend.why_not()
+    kept = [miss for miss in backend.report.near_misses if name in CLAMPED and miss.reason.code == "FLOORED_GRADIENT"]
+    assert sum(map(_runs_by_a_kernel, backend.report.matches)) + len(kept) >= family.expressible, backend.why_not()
     told = len(backend.report.matches) + len(backend.report.near_misses)
     assert told >= family.instances or "breaks the graph" in family.note
     assert not backend.report.events, backend.why_not()
@@ -54,6 +57,16 @@ def test_every_expressible_attention_is_run_by_a_kernel_and_outputs_and_gradient
 def _runs_by_a_kernel(match: MatchReport) -> bool:
     """Whether a kernel was emitted, or is what the source calls already."""
     return match.rewritten or any(reason.code == "ALREADY_THIS_KERNEL" for reason in match.reasons)
+
+
+@pytest.mark.parametrize("name", CLAMPED)
+def test_scores_that_are_clamped_run_by_a_kernel_where_no_gradients_are_wanted(name: str) -> None:
+    family = shallow(zoo.family(name))
+    model, inputs = family.build("eager")
+    backend = Rewriting()
+    with torch.no_grad():
+        _close(zoo.tensors(torch.compile(model, backend=backend)(**inputs)), zoo.tensors(model(**inputs)))
+    assert sum(map(_runs_by_a_kernel, backend.report.matches)) >= family.expressible, backend.why_not()
 
 
 @pytest.mark.sampled("llama")
