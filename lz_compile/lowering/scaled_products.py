@@ -37,8 +37,5 @@ def spell_out_factors(graph: fx.Graph) -> None:
 
 
 def _is_product(node: Any) -> bool:
-    """Whether nothing but views and clones, which may go, is between a node and a product."""
-    made, _ = behind_views(node)
-    while made.target is _ATEN.clone.default:
-        made, _ = behind_views(made.args[0])
-    return made.target in _PRODUCTS
+    """Whether nothing but views is between a node and a product: clones that lie alike are gone by then."""
+    return behind_views(node)[0].target in _PRODUCTS
