@@ -123,6 +123,29 @@ def test_rates_are_those_measured_and_geometric_between() -> None:
     assert rates.us(Work({"fresh": 5.0})) == {"fresh": 15.0}
 
 
+def test_new_memory_is_none_that_the_heap_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = [torch.empty(1 << 20, dtype=torch.uint8) for _ in range(400)]
+    end = torch.empty(1 << 20, dtype=torch.uint8)
+    hole = range(min(each.data_ptr() for each in pieces), max(each.data_ptr() for each in pieces))
+    pieces.clear()
+    held, new = torch.empty(72 << 20, dtype=torch.uint8), cost.new_memory(72 << 20)
+    if held.data_ptr() not in hole:
+        pytest.skip("this allocator joins no pieces that were freed")
+    assert new.data_ptr() not in hole
+    assert not new.any()
+    del end  # it kept the heap from giving the hole back
+    asked: list[int] = []
+
+    def noted(size: int, *, make: Callable[[int], Tensor] = cost.new_memory) -> Tensor:
+        asked.append(size)
+        return make(size)
+
+    monkeypatch.setattr(cost, "new_memory", noted)
+    cost.measured(torch.float32)
+    assert asked
+    assert min(asked) > KEPT, "the rate is that of memory which the system gives"
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_every_kind_of_work_is_measured(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

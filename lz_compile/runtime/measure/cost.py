@@ -11,6 +11,7 @@ import importlib.util
 import itertools
 import logging
 import math
+import mmap
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -43,7 +44,7 @@ _PASSES, _LEAST_S = 3, 1e-3
 _AGREE = 1.6
 #: The share of the time that a thread has at least where nothing else runs: one of three on two cores has 0.67.
 _OWN = 0.8
-#: Bytes that no heap holds ready.
+#: Bytes that are new memory at every call, as far as sizes tell.
 _LARGE = KEPT + (1 << 23)
 _lock = threading.Lock()
 _is_impersonal: ContextVar[bool] = ContextVar("lz_compile_usual_rates", default=False)
@@ -208,7 +209,7 @@ def _pass(dtype: torch.dtype) -> dict[str, list[tuple[float, float]]]:
     for keys in _KEYS:
         for kind, rate in _of_one_row(dtype, keys).items():
             found.setdefault(kind, []).append((keys, rate))
-    new = _us(lambda: torch.empty(_LARGE, dtype=torch.uint8).fill_(1), is_warm=True) / _LARGE
+    new = _us(lambda: new_memory(_LARGE).fill_(1), is_warm=True) / _LARGE
     few = torch.ones(1, 1, 8, dtype=dtype)
     return {**found, "fresh": [(1, new)], "call": [(1, _us(torch.softmax, few, -1))]}
 
@@ -239,6 +240,11 @@ def _of_one_row(dtype: torch.dtype, keys: int) -> dict[Kind, float]:
     grouped = _us(lambda: torch.bmm(torch.bmm(few, keys_of.mT), values))
     fused = _us(_attention, *(each.to(dtype) for each in wide))
     return {"row": products / held, "group": grouped / held, "fused_row": fused / held}
+
+
+def new_memory(size: int) -> torch.Tensor:
+    """So many bytes straight from the operating system: what a heap holds by chance may be large enough for any size."""
+    return torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def _operands(dtype: torch.dtype, queries: int, keys: int) -> list[torch.Tensor]:
