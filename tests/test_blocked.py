@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
-from lz_compile.lowering.kernels.attention import blocked
+from lz_compile.lowering.kernels.attention import blocked, capping
 from lz_compile.lowering.ops.attention import Operands, reference
 
 
@@ -59,3 +61,16 @@ def test_blocks_of_any_size_give_the_reference(kind, queries, keys):
     attrs = AttentionAttrs(**{**vars(ATTRIBUTES[kind]), "score_dtype": torch.float64})
     for block in (3, 8, 16, 64):
         torch.testing.assert_close(blocked.attention(x, attrs, block), reference(x, attrs))
+
+
+@pytest.mark.parametrize("is_rough", [False, True])
+def test_the_tanh_of_a_soft_cap_is_one_by_other_means(is_rough: bool) -> None:
+    x = torch.cat([torch.linspace(-12, 12, 4001), torch.tensor([math.inf, -math.inf, 1e-6, 100.0])]).requires_grad_()
+    found, expected = capping.tanh(x, is_rough=is_rough), torch.tanh(x.double())
+    torch.testing.assert_close(found.double(), expected, rtol=0 if is_rough else 3e-7, atol=2e-7 if is_rough else 0)
+    assert (found == torch.tanh(x)).double().mean() < 0.9, "it is PyTorch's own"
+    (gradient,) = torch.autograd.grad(found.sum(), x)
+    torch.testing.assert_close(gradient.double(), (1 - expected.square()).detach(), rtol=0, atol=1e-6)
+    assert capping.tanh(torch.tensor(math.nan), is_rough=is_rough).isnan()
+    double = torch.linspace(-3, 3, 101, dtype=torch.float64)
+    assert torch.equal(capping.tanh(double, is_rough=is_rough), torch.tanh(double))

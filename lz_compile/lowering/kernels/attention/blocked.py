@@ -21,6 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
+from lz_compile.lowering.kernels.attention import capping
 from lz_compile.lowering.ops.attention import Operands
 
 #: Operands that are not broadcast to scores as they are.
@@ -230,7 +231,8 @@ def _scores(block: _Block, attrs: AttentionAttrs) -> torch.Tensor:
     else:
         scores = (query @ key_t).to(_wide(attrs)) * scale
     if attrs.softcap is not None:
-        scores = torch.tanh(scores / attrs.softcap) * attrs.softcap
+        is_rough = attrs.score_dtype.itemsize == 2
+        scores = capping.tanh(scores / attrs.softcap, is_rough=is_rough) * attrs.softcap
     scores, operands = scores.reshape(block.extents), block.over_scores
     if "bias" in operands:
         scores = scores + operands["bias"]
