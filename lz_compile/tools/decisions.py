@@ -46,10 +46,11 @@ class Decided:
             text = f"{match.op} at {match.where}: its guards ({'; '.join(match.guards)}) are about no size alone"
             events.record("DECISION_NOT_SAVED", text)
             return None
+        platform = match.context["hardware"]["platform"]
         planned = PlannedOp(
             op=match.context["operation"],
             kernel_id=match.kernel,
-            platform=match.context["hardware"]["platform"],
+            platform=platform,
             dtype=match.context["dtype"],
             features=tuple(sorted(match.context["features"])),
             symbolic=tuple(sorted(symbols)),
@@ -57,14 +58,10 @@ class Decided:
             dims={name: dim if isinstance(dim, int) else dim["hint"] for name, dim in dims.items()},
             why=match.why,
             where=(match.where,),
-            hardware=(_kind_of_device(match.context["hardware"]["platform"]),),
+            hardware=(hardware("cuda" if platform == "rocm" else platform).kind(),),
             able=tuple(sorted(each["kernel"] for each in match.candidates if not each["against"])),
         )
         return cls(planned, ranges)
-
-
-def _kind_of_device(platform: str) -> str:
-    return hardware("cuda" if platform == "rocm" else platform).kind()
 
 
 def _ranges(symbols: Mapping[str, Mapping[str, Any]], guards: Sequence[str]) -> dict[str, Range] | None:
