@@ -22,8 +22,6 @@ from lz_compile.lowering import rows
 from lz_compile.lowering.ops import mlp
 from lz_compile.runtime.policy import policy
 
-__all__ = ["ACTIVATIONS", "Activation", "alibi", "embedding", "layer_norm", "linear", "mlp_fused", "rms_norm", "rope"]
-
 Activation: TypeAlias = Literal[
     "silu",
     "gelu",

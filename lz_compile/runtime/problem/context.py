@@ -15,8 +15,6 @@ from lz_compile.ground.records import Record, plain
 from lz_compile.ground.sizes import Size, range_of, symbolic_size
 from lz_compile.lowering import ops
 
-__all__ = ["Dim", "Hardware", "SelectionContext", "SymbolicDim", "hardware", "hint"]
-
 #: Our ops' names of sizes, and those that descriptors, rules and reports use.
 _DIM_NAMES: Mapping[str, str] = {
     "batch": "batch_size",
