@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.measure.estimate import INDUCTOR
 from lz_compile.runtime.problem import decision_tree
 from lz_compile.runtime.problem.decision_tree import Node, Range
-from lz_compile.runtime.tables.dispatch_table import Kind, KindTree, PlannedOp
+from lz_compile.runtime.tables.dispatch_table import DispatchTable, Kind, KindTree, PlannedOp
 from lz_compile.runtime.tables.trees import of_points, of_regions
 
 _GUARD = re.compile(r"(\w+) (<|>=) (\d+)")
@@ -90,6 +90,17 @@ def merged(planned: Iterable[PlannedOp]) -> tuple[PlannedOp, ...]:
             able=tuple(sorted({*known.able} & {*op.able})),
         )
     return tuple(found.values())
+
+
+def as_in_trees(
+    table: DispatchTable, planned: Sequence[PlannedOp], why: Callable[[PlannedOp], str]
+) -> tuple[PlannedOp, ...]:
+    """Decisions with the kernels that the trees of a table give, and why where that is another one."""
+    pairs = zip(planned, table.kernels_at(planned), strict=True)
+    return merged(
+        op if kernel_id in (None, op.kernel_id) else msgspec.structs.replace(op, kernel_id=kernel_id, why=why(op))
+        for op, kernel_id in pairs
+    )
 
 
 def kernels_of(planned: Iterable[PlannedOp], *, named_only: bool = False) -> list[KernelSpec]:
