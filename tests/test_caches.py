@@ -23,7 +23,8 @@ from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
 from lz_compile.compile.compiler import _cache_key
 from lz_compile.ground import fingerprint
-from lz_compile.ground.store import Store, cache_directory
+from lz_compile.ground.files import cache_directory
+from lz_compile.ground.store import Store
 from lz_compile.lowering import configured, cpp_builds
 from lz_compile.lowering.inductor import _Fingerprint
 from lz_compile.report.report import GraphReport, MatchReport

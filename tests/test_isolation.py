@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from lz_compile import register_kernel, tune, unregister_kernel, validate
-from lz_compile.compile import match_tuning
+from lz_compile.compile import match_tuning, measuring
 from lz_compile.compile.measuring import Measured
 from lz_compile.ground.isolation import isolated
 from lz_compile.lowering import child
@@ -356,7 +356,7 @@ def test_nothing_ambient_is_seen_while_kernels_are_measured(
     for module in (tuning, match_tuning):
         monkeypatch.setattr(module, "measure_forms", measure_forms)
         monkeypatch.setattr(module, "is_measured", lambda *_, **__: False)
-    monkeypatch.setattr(match_tuning, "may_differ", lambda *_: True)
+    monkeypatch.setattr(measuring, "may_differ", lambda *_: True)
     names = set(AMBIENT) - {"filters of warnings", "disabled saved tensor hooks", "a set default device"}
     check(sorted(names - (_UNCOMPILED if run is measured_while_compiling else set())), run, found)
 

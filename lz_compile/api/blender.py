@@ -34,8 +34,6 @@ from lz_compile.api.blending import (
 )
 from lz_compile.lowering.ops.blend import bounded, top2_margin
 
-__all__ = ["Blender", "SoftGate"]
-
 #: Numbers of the configuration that are tensors of the module.
 _TENSORS = ("low", "high", "gain", "threshold", "hysteresis", "max_step")
 #: What drift is a moving deviation over, in batches.

@@ -22,8 +22,6 @@ from lz_compile.errors import ArgumentError
 from lz_compile.ground import events
 from lz_compile.lowering.ops.blend import bounded, gate, top2_margin
 
-__all__ = ["BlendMode", "BlenderConfig", "blend", "capped", "confidence_gate", "drift_gate", "steady"]
-
 #: A number, or a tensor without dimensions: as a tensor it may change without anything being compiled again.
 Scalar: TypeAlias = "float | torch.Tensor"
 

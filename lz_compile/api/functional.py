@@ -16,13 +16,11 @@ import torch
 import torch.nn.functional as F
 
 from lz_compile.api.arguments import Arguments, remembered
-from lz_compile.api.norm_calls import norm
+from lz_compile.api.norm_calls import Norm, norm
 from lz_compile.ground import events
 from lz_compile.lowering import rows
 from lz_compile.lowering.ops import mlp
 from lz_compile.runtime.policy import policy
-
-__all__ = ["ACTIVATIONS", "Activation", "alibi", "embedding", "layer_norm", "linear", "mlp_fused", "rms_norm", "rope"]
 
 Activation: TypeAlias = Literal[
     "silu",
@@ -57,7 +55,7 @@ def rms_norm(input: torch.Tensor, weight: torch.Tensor | None = None, eps: float
     **Source** Zhang and Sennrich, *Root Mean Square Layer Normalization*, 2019.
     """
     _check_rms_norm(input, weight, eps)
-    return norm(input, (input.shape[-1],), weight, None, eps, is_centred=False)
+    return norm(Norm((input.shape[-1],), eps, is_centred=False), input, weight, None)
 
 
 def layer_norm(
@@ -86,7 +84,7 @@ def layer_norm(
     """
     shape = _whole(normalized_shape if isinstance(normalized_shape, Sequence) else (normalized_shape,))
     _check_layer_norm(input, shape, weight, bias, eps)
-    return norm(input, shape, weight, bias, eps, is_centred=True)
+    return norm(Norm(shape, eps, is_centred=True), input, weight, bias)
 
 
 def rope(
@@ -319,10 +317,7 @@ def _check_alibi(slopes: Any, queries: Any, keys: Any) -> None:
 
 @remembered
 def _check_linear(input: Any, weight: Any, bias: Any) -> None:
-    _check_projection(Arguments("linear"), input, weight, bias)
-
-
-def _check_projection(given: Arguments, input: Any, weight: Any, bias: Any) -> None:
+    given = Arguments("linear")
     given.tensor("input", input, "... I")
     given.tensor("weight", weight, "O I")
     given.tensor("bias", bias, "O", optional=True)

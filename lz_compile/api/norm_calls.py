@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,64 +15,48 @@ from lz_compile.api.arguments import is_plain
 from lz_compile.lowering.ops.norm import NormAttrs, Operands, from_operands
 
 
-def norm(
-    input: torch.Tensor,
-    shape: tuple[int, ...],
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    *,
-    is_centred: bool,
-) -> torch.Tensor:
-    """The norm over the last dimensions, which have a ``shape``; arguments are those of ``layer_norm``, checked."""
-    given = [each for each in (input, weight, bias) if each is not None]
+class Norm(NamedTuple):
+    """What a norm is asked for: the ``shape`` of the last dimensions, which it is over, and how it is computed."""
+
+    shape: tuple[int, ...]
+    eps: float
+    is_centred: bool
+
+
+def norm(asked: Norm, input: torch.Tensor, *weights: torch.Tensor | None) -> torch.Tensor:
+    """The norm of an input, with its weight and bias; all of it is checked."""
+    tensors = (input, *weights)
+    given = [each for each in tensors if each is not None]
     is_bound = is_plain(*given) and 0 not in input.shape and eager.has_choice("norm", input.device.type)
     if not is_bound or not all(each.is_floating_point() for each in given):
-        return _own(input, weight, bias, shape=shape, eps=eps, is_centred=is_centred)
-    names = (shape, eps, is_centred, torch.is_grad_enabled(), *[eager.layout(each) for each in (input, weight, bias)])
-    build = partial(_bind, input, weight, bias, shape, eps, is_centred)
-    found: torch.Tensor = eager.bound("norm", names, build)(input, weight, bias)
+        return _own(asked, input, *weights)
+    names = (*asked, torch.is_grad_enabled(), *[eager.layout(each) for each in tensors])
+    found: torch.Tensor = eager.bound("norm", names, partial(_bind, asked, input, *weights))(*tensors)
     return found
 
 
-def _bind(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    shape: tuple[int, ...],
-    eps: float,
-    is_centred: bool,
-) -> Callable[..., torch.Tensor]:
+def _bind(asked: Norm, input: torch.Tensor, *weights: torch.Tensor | None) -> Callable[..., torch.Tensor]:
     """The norm of tensors like these."""
-    own = partial(_own, shape=shape, eps=eps, is_centred=is_centred)
-    hidden = math.prod(shape)
-    x = _operands(hidden, input, weight, bias)
-    attrs, facts = from_operands(x, {"N": input.numel() // hidden, "D": hidden}, is_centred=is_centred, eps=eps)
+    own, hidden = partial(_own, asked), math.prod(asked.shape)
+    x = _operands(hidden, input, *weights)
+    sizes = {"N": input.numel() // hidden, "D": hidden}
+    attrs, facts = from_operands(x, sizes, is_centred=asked.is_centred, eps=asked.eps)
     kernel = eager.kernel_for("norm", attrs, facts, input.device, x.given())
     if kernel is None or kernel.call is None:
         return own
     return eager.guarded(kernel, partial(_through, kernel.call, attrs, hidden), own)
 
 
-def _own(
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    *,
-    shape: tuple[int, ...],
-    eps: float,
-    is_centred: bool,
-) -> torch.Tensor:
+def _own(asked: Norm, input: torch.Tensor, *weights: torch.Tensor | None) -> torch.Tensor:
     """PyTorch's function; weights in another dtype are multiplied before the result is rounded."""
     wide = input.dtype
-    for each in (weight, bias):
+    for each in weights:
         wide = wide if each is None else torch.promote_types(wide, each.dtype)
-    given = (each if each is None or each.dtype == wide else each.to(wide) for each in (input, weight, bias))
-    rows, factor, summand = given
-    assert rows is not None, "the input is given"
-    if is_centred:
-        return F.layer_norm(rows, shape, factor, summand, eps).to(input.dtype)
-    return F.rms_norm(rows, shape, factor, eps).to(input.dtype)
+    rows = input if input.dtype == wide else input.to(wide)
+    factor, summand = (each if each is None or each.dtype == wide else each.to(wide) for each in weights)
+    if asked.is_centred:
+        return F.layer_norm(rows, asked.shape, factor, summand, asked.eps).to(input.dtype)
+    return F.rms_norm(rows, asked.shape, factor, asked.eps).to(input.dtype)
 
 
 def _operands(hidden: int, input: torch.Tensor, *weights: torch.Tensor | None) -> Operands:
@@ -80,12 +65,7 @@ def _operands(hidden: int, input: torch.Tensor, *weights: torch.Tensor | None) -
 
 
 def _through(
-    call: Callable[..., torch.Tensor],
-    attrs: NormAttrs,
-    hidden: int,
-    input: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
+    call: Callable[..., torch.Tensor], attrs: NormAttrs, hidden: int, input: torch.Tensor, *weights: torch.Tensor | None
 ) -> torch.Tensor:
     """A kernel over the op's canonical operands."""
-    return call(_operands(hidden, input, weight, bias), attrs).reshape(input.shape)
+    return call(_operands(hidden, input, *weights), attrs).reshape(input.shape)

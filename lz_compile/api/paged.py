@@ -16,8 +16,6 @@ from lz_compile.lowering.arange import arange
 from lz_compile.lowering.ops import paged_attention as op
 from lz_compile.lowering.ops.paged_attention import NARROW, Operands, PagedAttentionAttrs
 
-__all__ = ["paged_attention", "write_to_cache"]
-
 #: How a cache is laid out: blocks, then slots and heads, or heads and slots.
 CacheLayout: TypeAlias = Literal["NHD", "HND"]
 

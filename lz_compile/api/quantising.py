@@ -19,8 +19,6 @@ from lz_compile.ground.records import Record
 from lz_compile.runtime.kernels import libraries
 from lz_compile.runtime.kernels.libraries import LazyFunction
 
-__all__ = ["QuantizedLayer", "QuantizedModel", "dequantize_", "quantize_"]
-
 
 @dataclass(frozen=True)
 class _Format:

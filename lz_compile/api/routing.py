@@ -24,8 +24,6 @@ from lz_compile.lowering.ops import routing as op
 from lz_compile.lowering.ops.routing import Arm, Operands, RoutingAttrs, RoutingFacts, reference
 from lz_compile.runtime.problem import context as contexts
 
-__all__ = ["RoutingRecord", "routed_adapter"]
-
 
 def routed_adapter(
     x: torch.Tensor,

@@ -16,8 +16,6 @@ from lz_compile.api.sampling_arguments import PerRow, SamplingArguments, range_o
 from lz_compile.domains.fusion import DomainScore
 from lz_compile.domains.mask import DomainMask
 
-__all__ = ["apply_token_bitmask", "domain_fusion", "sample", "sample_topk", "sample_topp", "sampling_probs"]
-
 _MOST_WEIGHT = torch.finfo(torch.float32).max
 
 

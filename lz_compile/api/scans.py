@@ -19,8 +19,6 @@ from lz_compile.api.scan_calls import by_address, is_view, scan
 from lz_compile.ground.sizes import is_one
 from lz_compile.lowering.ops.scan import Operands
 
-__all__ = ["kda", "linear_scan"]
-
 
 def kda(
     q: torch.Tensor,

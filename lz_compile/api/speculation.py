@@ -16,8 +16,6 @@ from lz_compile.errors import TokenArgumentError
 from lz_compile.ground import health
 from lz_compile.lowering.ops.sampling import Operands, bits
 
-__all__ = ["Verification", "speculative_verify"]
-
 #: Seeds of acceptance and of the last draw are those of drafts with other bits, so that one tells nothing of the others.
 _ACCEPTANCE = 0x2545F4914F6CDD1D
 _DRAW = 0x1B873593CC9E2D51

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lz_compile.compile.measuring import is_measured, may_differ, measure_forms, runnable
+from lz_compile.compile.measuring import is_measured, measure_forms, runnable
 from lz_compile.ground import events
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import symbolic_size
@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from lz_compile.passes.rewriting.match import Match
     from lz_compile.runtime.kernels.kernel import KernelSpec
     from lz_compile.runtime.policy.resolved import Policy
-
-__all__ = ["MAX_ELEMENTS", "may_differ", "tune_match"]
 
 Sizes = Mapping[str, int]
 #: A size that nobody has run here is measured up to this product of all sizes (scores of 256 MiB in float32), or four times

@@ -88,7 +88,7 @@ def tune(state: State) -> None:
     how = options.tuning(choices.policy)
     if how == "off" or not state.matches or state.effects is None:
         return
-    from lz_compile.compile import match_tuning
+    from lz_compile.compile import match_tuning, measuring
 
     is_asked, times = how == "on-miss", Counter(map(choices.key, state.matches))
     usual_s = match_tuning.BUDGET_S if is_asked else match_tuning.little(state.module.graph)
@@ -104,7 +104,7 @@ def tune(state: State) -> None:
             try:
                 problem = choices.problem(match)
                 is_decided = loaded_tables.covers(problem.context, problem.source_kernel, choices.tables)
-                if is_decided or not match_tuning.may_differ(problem.context):
+                if is_decided or not measuring.may_differ(problem.context):
                     continue
                 only = None
                 if not is_asked:  # what a choice takes by itself is no part of the budget

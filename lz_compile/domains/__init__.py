@@ -18,20 +18,7 @@ from lz_compile.domains.mask import DomainMask, intersect
 from lz_compile.domains.phases import THINKING, PhaseDetector, PhaseMarkers
 
 __all__ = [
-    "THINKING",
-    "Domain",
-    "DomainMask",
-    "DomainScore",
-    "FusionConfig",
-    "FusionResult",
-    "GenerationPhase",
-    "IntensityLevel",
-    "PhaseDetector",
-    "PhaseMarkers",
-    "active_domains",
-    "fuse",
-    "intersect",
-    "parse_config_json",
-    "serialize_config_json",
+    "THINKING", "Domain", "DomainMask", "DomainScore", "FusionConfig", "FusionResult", "GenerationPhase", "IntensityLevel",
+    "PhaseDetector", "PhaseMarkers", "active_domains", "fuse", "intersect", "parse_config_json", "serialize_config_json",
     "soft_adjustments",
-]
+]  # fmt: skip

@@ -58,7 +58,6 @@ def write_whole(path: Path, content: str | bytes, mode: int | None = None) -> No
     """Write a file whole and rename it into place, in a directory that is made where need be.
 
     Args:
-        path: of the file.
         content: text is written as UTF-8.
         mode: its permissions; by default the owner's alone.
 

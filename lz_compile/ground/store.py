@@ -19,8 +19,6 @@ from lz_compile.ground.fingerprint import source_hash
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-__all__ = ["Store", "cache_directory"]
-
 Record = TypeVar("Record")
 Made = TypeVar("Made", bound="DataclassInstance")
 #: A file with more bytes is none of ours.

@@ -30,16 +30,8 @@ NAME = "layerzero"
 _DOING = "integrations.transformers.attention"
 #: What models hand on that changes nothing here: masks say it already, or it is for other kernels.
 _KNOWN = frozenset(
-    {
-        "position_ids",
-        "cu_seq_lens_q",
-        "cu_seq_lens_k",
-        "num_items_in_batch",
-        "seq_idx",
-        "cache_position",
-        "logits_indices",
-        "logits_processor_args",
-    }
+    "position_ids cu_seq_lens_q cu_seq_lens_k num_items_in_batch seq_idx cache_position logits_indices "
+    "logits_processor_args".split()
 )
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
+from typing_extensions import Self
 
+from lz_compile.ground.sizes import Size
+from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.bands import CAUSAL, Band, Reach
-
-if TYPE_CHECKING:
-    from lz_compile.ground.sizes import Size
 
 #: What a row gives whose every key is masked: NaN (softmax over ``-inf``), the mean of all values (softmax over equal
 #: finite fills), zero, or the softmax over fills that differ (given as the operand ``fill``).
@@ -18,7 +18,7 @@ MaskedRows: TypeAlias = Literal["nan", "mean", "zero", "fill"]
 
 
 @dataclass(frozen=True)
-class AttentionAttrs:
+class AttentionAttrs(OpAttributes):
     """The attributes of one attention.
 
     ``is_causal`` is the commonest band, counted from the first query and key; ``band`` is any other one.
@@ -76,11 +76,11 @@ class AttentionAttrs:
             first, last = max(first, low), min(last, high)
         return first, max(first, last)
 
-    def deterministic(self) -> AttentionAttrs:
+    def deterministic(self) -> Self:
         """The same without dropout."""
         return replace(self, dropout_p=0.0)
 
-    def assuming_finite(self) -> AttentionAttrs:
+    def assuming_finite(self) -> Self:
         """The same for operands without NaN and infinities."""
         return replace(self, nan_is_open=True)
 

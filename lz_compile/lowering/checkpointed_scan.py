@@ -142,6 +142,11 @@ def _run(step: Step, init: Operands, xs: Operands, additional: Operands) -> list
     if not all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in tensors):
         graph = materialize_as_graph(step, (*init, *map(first_slice_copy, xs), *additional), force_enable_grad=True)
         return list(scan_op(graph, list(init), list(xs), tuple(additional)))
+    return one_by_one(step, init, xs, additional)
+
+
+def one_by_one(step: Step, init: Operands, xs: Operands, additional: Operands) -> list[torch.Tensor]:
+    """What a scan gives, its steps run one after the other."""
     carry, ys = list(init), []
     for now in zip(*(each.unbind(0) for each in xs), strict=True):
         found = step(*carry, *now, *additional)

@@ -43,8 +43,6 @@ def kernel_operator(
     """``kernel`` as one node of a graph, ``layerzero::<name>``; calls in which it fails are completed.
 
     Args:
-        name: of the operator.
-        op: module of the op.
         kernel: changes no operand and returns fresh tensors.
         backward: of the kernel; without one, operands that want a gradient are refused.
         fallback: completes a call in which the kernel fails, by default the op's definition.
@@ -85,8 +83,6 @@ def call_operator(op_name: str, op: ModuleType, call: Callable[..., Any], **othe
     """Define ``layerzero::<op_name>``, what graphs hold of calls whose kernel is chosen where they run or are traced.
 
     Args:
-        op_name: of the op.
-        op: its module.
         call: takes the op's operands in one object, and ``others``.
         others: parameters by name, with their types.
 

@@ -139,7 +139,7 @@ def keep_what_was(graph: fx.Graph) -> None:
     PyTorch (2.13) saves such an input, or computes again what was read of it, when the new values are there already:
     gradients come out wrong (pytorch/pytorch#197039). What only makes the new values reads the input itself.
     """
-    if not _is_training(graph):
+    if not any(str(each.target).startswith("tangents") for each in graph.find_nodes(op="placeholder")):
         return
     inputs = graph.find_nodes(op="placeholder")
     written = {call.args[0]: call for call in graph.find_nodes(op="call_function", target=_COPY)}
@@ -155,10 +155,6 @@ def keep_what_was(graph: fx.Graph) -> None:
         kept.meta["val"] = node.meta["val"].clone()
         for user in readers:
             user.replace_input_with(node, kept)
-
-
-def _is_training(graph: fx.Graph) -> bool:
-    return any(str(each.target).startswith("tangents") for each in graph.find_nodes(op="placeholder"))
 
 
 def _leading_to(calls: Iterable[fx.Node]) -> set[fx.Node]:

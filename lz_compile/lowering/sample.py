@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -51,10 +51,7 @@ def sampler(variant: str = "") -> Callable[[Callable[[Asked], Made]], Callable[.
 
 @dataclass(frozen=True)
 class Sample:
-    """A problem to measure; ``operands`` and ``written`` are functions of ``inputs``.
-
-    ``operands`` gives the op's canonical operands, ``written`` the result, as models spell it.
-    """
+    """A problem to measure: ``operands(*inputs)`` are canonical, ``written(attrs, *inputs)`` is the op as models spell it."""
 
     inputs: tuple[torch.Tensor, ...]
     attrs: Any
@@ -72,4 +69,4 @@ class Sample:
 
     def as_written(self) -> Callable[..., torch.Tensor]:
         """The problem as models spell it."""
-        return self.written
+        return partial(self.written, self.attrs)

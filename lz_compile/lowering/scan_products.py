@@ -40,15 +40,11 @@ def _run(
     found: torch.Tensor
     if not isinstance(first, torch.Tensor):
         found = getattr(torch.ops.layerzero, name).default(first, second)
-    elif _is_cast(first):
+    elif not first.is_meta and torch.is_autocast_enabled(first.device.type):
         found = uncast.apply(first, second)
     else:
         found = plain(first, second)
     return found
-
-
-def _is_cast(tensor: torch.Tensor) -> bool:
-    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
 
 
 def _solution(triangle: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,6 @@ def latencies(samples: Iterable[Sample], path: Path, function: str, edges: Mappi
     """Draw latency over size, a panel for each problem; how many there are.
 
     Args:
-        samples: what was measured.
         path: its ending says how: ``.svg``, ``.png`` or ``.pdf``.
         function: for errors.
         edges: where a decision tree is cut, by the name of the size; elsewhere the chosen kernel's changes are marked.

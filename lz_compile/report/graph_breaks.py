@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -51,15 +51,19 @@ class _Step:
     where: str
 
 
+#: Takes what runs a graph, and its report; gives what runs it.
+Watch: TypeAlias = "Callable[[Callable[..., Any], GraphReport], Callable[..., Any]]"
+
+
 class GraphBreaks:
     """What left the graphs of one model so far."""
 
     def __init__(self) -> None:
         self._left: list[tuple[weakref.ref[torch.Tensor], torch.Size, _Value]] = []
         self._told: set[tuple[str, str]] = set()
-        self._reports: list[GraphReport] = []
+        self.reports: list[GraphReport] = []
 
-    def watched(self, module: fx.GraphModule) -> Callable[[Callable[..., Any], GraphReport], Callable[..., Any]]:
+    def watched(self, module: fx.GraphModule) -> Watch:
         """Wraps what runs a graph, such that what tears an attention becomes a near miss of its report.
 
         To be called before the graph is rewritten.
@@ -67,7 +71,7 @@ class GraphBreaks:
         steps, cause = tuple(map(_step, module.graph.nodes)), frames.break_reason(module)
 
         def watch(run: Callable[..., Any], report: GraphReport) -> Callable[..., Any]:
-            self._reports.append(report)
+            self.reports.append(report)
 
             def call(*inputs: Any) -> Any:
                 results = run(*inputs)
@@ -128,7 +132,7 @@ class GraphBreaks:
 
     def _explain_away(self, found: _Value) -> None:
         """What the graph with the softmax is told by itself, that there are no values, is no news any more."""
-        for report in self._reports:
+        for report in self.reports:
             report.near_misses = [
                 miss
                 for miss in report.near_misses

@@ -27,7 +27,6 @@ def summary(report: Report, *, is_cut: bool = True) -> Iterator[Any]:
     """What is worth a look first: matches by kind, near misses by cause, loops, events, time.
 
     Args:
-        report: of several graphs.
         is_cut: leave out what a screen has no room for, and say so.
     """
     if not report.matches and not report.near_misses and not report.loops:

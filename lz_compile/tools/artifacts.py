@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
     from rich.console import Console, ConsoleOptions, RenderResult
 
-__all__ = ["Artifacts", "Part", "inspect_artifacts", "load_artifacts", "merge_artifacts", "save_artifacts"]
-
 FORMAT = 1
 #: What reading a damaged archive raises; RuntimeError stands for what is encrypted.
 _DAMAGE = (OSError, KeyError, zipfile.BadZipFile, zlib.error, RuntimeError, EOFError)

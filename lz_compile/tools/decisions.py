@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.measure.estimate import INDUCTOR
 from lz_compile.runtime.problem import decision_tree
 from lz_compile.runtime.problem.decision_tree import Node, Range
-from lz_compile.runtime.tables.dispatch_table import Kind, KindTree, PlannedOp
+from lz_compile.runtime.tables.dispatch_table import DispatchTable, Kind, KindTree, PlannedOp
 from lz_compile.runtime.tables.trees import of_points, of_regions
 
 _GUARD = re.compile(r"(\w+) (<|>=) (\d+)")
@@ -46,10 +46,11 @@ class Decided:
             text = f"{match.op} at {match.where}: its guards ({'; '.join(match.guards)}) are about no size alone"
             events.record("DECISION_NOT_SAVED", text)
             return None
+        platform = match.context["hardware"]["platform"]
         planned = PlannedOp(
             op=match.context["operation"],
             kernel_id=match.kernel,
-            platform=match.context["hardware"]["platform"],
+            platform=platform,
             dtype=match.context["dtype"],
             features=tuple(sorted(match.context["features"])),
             symbolic=tuple(sorted(symbols)),
@@ -57,14 +58,10 @@ class Decided:
             dims={name: dim if isinstance(dim, int) else dim["hint"] for name, dim in dims.items()},
             why=match.why,
             where=(match.where,),
-            hardware=(_kind_of_device(match.context["hardware"]["platform"]),),
+            hardware=(hardware("cuda" if platform == "rocm" else platform).kind(),),
             able=tuple(sorted(each["kernel"] for each in match.candidates if not each["against"])),
         )
         return cls(planned, ranges)
-
-
-def _kind_of_device(platform: str) -> str:
-    return hardware("cuda" if platform == "rocm" else platform).kind()
 
 
 def _ranges(symbols: Mapping[str, Mapping[str, Any]], guards: Sequence[str]) -> dict[str, Range] | None:
@@ -93,6 +90,17 @@ def merged(planned: Iterable[PlannedOp]) -> tuple[PlannedOp, ...]:
             able=tuple(sorted({*known.able} & {*op.able})),
         )
     return tuple(found.values())
+
+
+def as_in_trees(
+    table: DispatchTable, planned: Sequence[PlannedOp], why: Callable[[PlannedOp], str]
+) -> tuple[PlannedOp, ...]:
+    """Decisions with the kernels that the trees of a table give, and why where that is another one."""
+    pairs = zip(planned, table.kernels_at(planned), strict=True)
+    return merged(
+        op if kernel_id in (None, op.kernel_id) else msgspec.structs.replace(op, kernel_id=kernel_id, why=why(op))
+        for op, kernel_id in pairs
+    )
 
 
 def kernels_of(planned: Iterable[PlannedOp], *, named_only: bool = False) -> list[KernelSpec]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from lz_compile.ground.events import Event
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import frames
-from lz_compile.report.graph_breaks import GraphBreaks
+from lz_compile.report.graph_breaks import GraphBreaks, Watch
 from lz_compile.report.report import GraphReport, Report
 from lz_compile.runtime.choose.problem import Candidate, Decision, Problem
 from lz_compile.runtime.policy import policy
@@ -187,35 +188,33 @@ def explain(
     if isinstance(model, str):
         report = _ask("explain", model, args, kwargs)
     else:
-        report = Report(_explained(model, args, kwargs, options, dynamic))
+        ours, _ = split({"layerzero.tune": "off", **(options or {})})
+
+        def take(module: fx.GraphModule, inputs: Sequence[Any], watch: Watch) -> Callable[..., Any]:
+            return process(module, inputs, ours, lambda graph, _, report: watch(graph.forward, report))
+
+        report = Report(_traced(model, args, kwargs, dynamic, take))
     if print_report:
         rich.print(report.in_full() if verbose and isinstance(report, Report) else report)
     return report
 
 
-def _explained(
-    model: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    options: dict[str, Any] | None,
-    dynamic: bool | None,
+#: What compiles a graph, by a function that notes its report and gives what runs it.
+Take = Callable[[fx.GraphModule, Sequence[Any], Watch], Callable[..., Any]]
+
+
+def _traced(
+    model: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], dynamic: bool | None, take: Take
 ) -> list[GraphReport]:
-    ours, _ = split({"layerzero.tune": "off", **(options or {})})
-    found: list[GraphReport] = []
+    """The reports of the graphs of one call of a model."""
     breaks = GraphBreaks()
 
     def backend(module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        watch = breaks.watched(module)
-
-        def run(graph: fx.GraphModule, _inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
-            found.append(report)
-            return watch(graph.forward, report)
-
-        return process(module, inputs, ours, run)
+        return take(module, inputs, breaks.watched(module))
 
     with frames.unlimited_recompiles():
         frames.compile_isolated(model, backend, dynamic)(*args, **kwargs)
-    return found
+    return breaks.reports
 
 
 def dry_run(
@@ -256,13 +255,14 @@ def dry_run(
     reason: Exception | None = None
     try:
         with _unchanged(model):
-            report = Report(_selected(model, args, kwargs, ours, dynamic, _without_data()))
+            report = Report(_traced(model, args, kwargs, dynamic, _choosing(ours, _without_data())))
     except LayerZeroError:
         raise
     except Exception as error:  # noqa: BLE001 whether values are missing or the model is wrong, a run of it tells
         reason = error
     if reason is not None:
-        report = Report(_selected(model, args, kwargs, ours, dynamic, lambda module: module.forward))
+        take = _choosing(ours, lambda module: module.forward)
+        report = Report(_traced(model, args, kwargs, dynamic, take))
         with events.collect() as happened:
             text = "the model's code needs values that a dry run does not have, so its graphs were run eagerly"
             events.record("DRY_RUN_NEEDS_VALUES", f"{text}: {type(reason).__name__}: {reason}")
@@ -276,29 +276,18 @@ def dry_run(
 Run = Callable[[fx.GraphModule], Callable[..., Any]]
 
 
-def _selected(
-    model: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    options: Options,
-    dynamic: bool | None,
-    run: Run,
-) -> list[GraphReport]:
-    found: list[GraphReport] = []
-    breaks = GraphBreaks()
+def _choosing(options: Options, run: Run) -> Take:
+    """Chooses kernels for a graph, which is not rewritten."""
+    ids = itertools.count()
 
-    def backend(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-        watch = breaks.watched(module)
-        report = GraphReport(len(found))
-        found.append(report)
+    def take(module: fx.GraphModule, _inputs: Sequence[Any], watch: Watch) -> Callable[..., Any]:
+        report = GraphReport(next(ids))
         with events.collect() as happened, isolated() as outside, outside.entered():
             pipeline.choose(module, options, report)
         report.events.extend(happened)
         return watch(run(module), report)
 
-    with frames.unlimited_recompiles():
-        frames.compile_isolated(model, backend, dynamic)(*args, **kwargs)
-    return found
+    return take
 
 
 def _without_data() -> Run:

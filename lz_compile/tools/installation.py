@@ -35,18 +35,8 @@ from lz_compile.runtime.problem.context import SelectionContext
 
 #: Reasons that hold for a kernel on a device, whatever the problem.
 OF_THE_DEVICE = frozenset(
-    {
-        "PLATFORM_MISMATCH",
-        "SM_TOO_OLD",
-        "SM_TOO_NEW",
-        "GPU_GENERATION_UNSUPPORTED",
-        "TENSOR_CORE_GEN_UNSUPPORTED",
-        "INSTRUCTION_SET_MISMATCH",
-        "ISA_UNSUPPORTED",
-        "NOT_INSTALLED",
-        "BACKEND_VERSION_UNSUPPORTED",
-        "BACKEND_IMPORT_FAILED",
-    }
+    "PLATFORM_MISMATCH SM_TOO_OLD SM_TOO_NEW GPU_GENERATION_UNSUPPORTED TENSOR_CORE_GEN_UNSUPPORTED "
+    "INSTRUCTION_SET_MISMATCH ISA_UNSUPPORTED NOT_INSTALLED BACKEND_VERSION_UNSUPPORTED BACKEND_IMPORT_FAILED".split()
 )
 #: Sizes of a problem that every kernel of its op should run.
 _PLAIN_SIZES: Mapping[str, int] = {"batch_size": 1, "num_heads": 4, "num_kv_heads": 4}

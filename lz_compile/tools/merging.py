@@ -93,7 +93,8 @@ def merge_decisions(output: str | os.PathLike[str], files: Sequence[str | os.Pat
         trees=tuple(trees),
         kernels=tuple(_identities(tables)),
     )
-    table = replace(merged, plans=(Plan(bucket={}, ops=decisions.merged(_as_in_trees(merged, planned))),))
+    ops = decisions.as_in_trees(merged, planned, lambda op: f"as merged; there {op.kernel_id}: {op.why}")
+    table = replace(merged, plans=(Plan(bucket={}, ops=ops),))
     table.save(output)
     return table
 
@@ -157,13 +158,3 @@ def _identities(tables: Iterable[DispatchTable]) -> Iterator[KernelIdentity]:
             before = found[key].hardware or () if key in found else ()
             found[key] = replace(each, hardware=tuple(sorted({*before, *(each.hardware or kinds)})))
     yield from found.values()
-
-
-def _as_in_trees(table: DispatchTable, planned: Sequence[PlannedOp]) -> Iterator[PlannedOp]:
-    for op, kernel_id in zip(planned, table.kernels_at(planned), strict=True):
-        kept = op.kernel_id if kernel_id is None else kernel_id
-        yield (
-            op
-            if kept == op.kernel_id
-            else replace(op, kernel_id=kept, why=f"as merged; there {op.kernel_id}: {op.why}")
-        )

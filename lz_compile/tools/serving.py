@@ -25,8 +25,6 @@ from lz_compile.tools.progress import bar
 from lz_compile.tools.serving_calls import Call, Modes, name_of, signature_of, untold
 from lz_compile.tools.serving_thread import Compiler, Job, Shape, apart
 
-__all__ = ["Padding", "Served", "ServedState", "serve"]
-
 #: How often one shape is compiled, since its guards did not hold; as Dynamo's own limit is.
 _MOST_COMPILES = 8
 #: Of shapes that are not compiled, how many are known: those that came last.

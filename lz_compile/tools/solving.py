@@ -154,17 +154,12 @@ def _environment(device: torch.device) -> dict[str, str]:
 
 def _agreed(table: DispatchTable) -> DispatchTable:
     """The table with every planned op as its trees have it."""
-    plans = []
-    for plan in table.plans:
-        pairs = zip(plan.ops, table.kernels_at(plan.ops), strict=True)
-        plans.append(changed(plan, ops=decisions.merged(itertools.starmap(_as_in_trees, pairs))))
+
+    def why(op: PlannedOp) -> str:
+        return f"as another decision for the same problem; by itself {op.kernel_id}"
+
+    plans = (changed(plan, ops=decisions.as_in_trees(table, plan.ops, why)) for plan in table.plans)
     return changed(table, plans=tuple(plans))
-
-
-def _as_in_trees(op: PlannedOp, kernel_id: str | None) -> PlannedOp:
-    if kernel_id in (None, op.kernel_id):
-        return op
-    return changed(op, kernel_id=kernel_id, why=f"as another decision for the same problem; by itself {op.kernel_id}")
 
 
 def _identities(planned: Iterable[PlannedOp], *, named_only: bool = False) -> tuple[KernelIdentity, ...]:

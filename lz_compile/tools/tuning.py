@@ -25,8 +25,6 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem import context as contexts
 
-__all__ = ["MASKS", "TuneReport", "tune"]
-
 MASKS = ("none", "bool", "float")
 
 

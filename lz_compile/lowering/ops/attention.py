@@ -360,16 +360,6 @@ def sample(asked: Asked) -> Sample:
         enable_gqa=heads != kv_heads,
         score_dtype=dtype,
     )
-    facts = AttentionFacts(
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        query_len=queries,
-        key_len=keys,
-        head_dim=head_dim,
-        value_dim=value_dim,
-        dtype=dtype,
-        device=asked.device.type,
-        needs_grad=asked.is_training,
-    )
+    sizes = (batch, heads, kv_heads, queries, keys, head_dim, value_dim)
+    facts = AttentionFacts(*sizes, dtype, asked.device.type, asked.is_training)
     return Sample(tuple(inputs), attrs, facts)

@@ -20,17 +20,15 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
+from lz_compile.ground.sizes import Size
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
 from lz_compile.lowering.sample import Asked, Sample, sampler
-
-if TYPE_CHECKING:
-    from lz_compile.ground.sizes import Size
 
 #: Names of modes; ``margin`` is the difference of the two largest logits alone.
 Mode: TypeAlias = Literal["convex", "residual", "channel", "confidence", "logit", "soft_gate", "margin"]
@@ -291,28 +289,24 @@ def features(attrs: BlendAttrs, facts: BlendFacts) -> dict[str, str]:
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 
 
-def _written(attrs: BlendAttrs) -> Callable[..., torch.Tensor]:
+def _written(attrs: BlendAttrs, *given: torch.Tensor) -> torch.Tensor:
     """The op as models spell it."""
-
-    def run(*given: torch.Tensor) -> torch.Tensor:
-        operands = _named(attrs, given)
-        if "logits" in operands:
-            top = operands["logits"].topk(2, dim=-1).values
-            margin: torch.Tensor = top[:, 0] - top[:, 1]
-            if attrs.mode == "margin":
-                return margin
-            scaled = operands["gain"] * margin - operands["offset"]
-            operands["alpha"] = (operands["alpha"] * torch.sigmoid(scaled)[:, None, None]).clamp(0.0, 1.0)
-        host: torch.Tensor = operands["host"]
-        seed: torch.Tensor = operands["seed"]
-        alpha: torch.Tensor = operands["alpha"]
-        if attrs.is_residual:
-            return host + alpha * seed
-        of_host: torch.Tensor = operands["host_weight"] if attrs.has_host_weight else 1 - alpha
-        blended = alpha * seed + of_host * host
-        return blended if attrs.normalised == "none" else torch.softmax(blended, 1)
-
-    return run
+    operands = _named(attrs, given)
+    if "logits" in operands:
+        top = operands["logits"].topk(2, dim=-1).values
+        margin: torch.Tensor = top[:, 0] - top[:, 1]
+        if attrs.mode == "margin":
+            return margin
+        scaled = operands["gain"] * margin - operands["offset"]
+        operands["alpha"] = (operands["alpha"] * torch.sigmoid(scaled)[:, None, None]).clamp(0.0, 1.0)
+    host: torch.Tensor = operands["host"]
+    seed: torch.Tensor = operands["seed"]
+    alpha: torch.Tensor = operands["alpha"]
+    if attrs.is_residual:
+        return host + alpha * seed
+    of_host: torch.Tensor = operands["host_weight"] if attrs.has_host_weight else 1 - alpha
+    blended = alpha * seed + of_host * host
+    return blended if attrs.normalised == "none" else torch.softmax(blended, 1)
 
 
 def _named(attrs: BlendAttrs, given: tuple[torch.Tensor, ...]) -> dict[str, Any]:
@@ -350,9 +344,9 @@ def sample(asked: Asked) -> Sample:
     logits = asked.random(rows, classes, seeks=variant == "margin") if attrs.has_gate else None
     if variant == "margin":
         assert logits is not None, "a margin is that of logits"
-        return Sample((logits,), attrs, facts, named, _written(attrs))
+        return Sample((logits,), attrs, facts, named, _written)
     weights = torch.rand((1, channels, 1) if variant == "channel" else (1, 1, 1), device=asked.device).to(dtype)
     inputs = [asked.random(rows, channels, inner, seeks=seeks) for seeks in (False, True)] + [weights]
     inputs += [logits] if logits is not None else []
     inputs += [1 - weights] if attrs.has_host_weight else []
-    return Sample(tuple(inputs), attrs, facts, named, _written(attrs))
+    return Sample(tuple(inputs), attrs, facts, named, _written)

@@ -22,17 +22,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
+from lz_compile.ground.sizes import Size
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
 from lz_compile.lowering.sample import Asked, Sample, sampler
-
-if TYPE_CHECKING:
-    from lz_compile.ground.sizes import Size
 
 #: One number in each element, or two in a byte.
 Packing: TypeAlias = Literal["none", "low_first", "high_first", "low_half", "high_half"]
@@ -260,13 +258,9 @@ def sample(asked: Asked) -> Sample:
     scale = (torch.rand(out, 1, device=asked.device) / 127).to(asked.dtype)
     x = Operands(asked.random(rows, columns), weight, scale)
     attrs, facts = from_operands(x, {"N": rows, "K": columns, "O": out, "W": columns, "G": 1})
-    return Sample(x.flat()[:3], attrs, facts, Operands, _written(attrs))
+    return Sample(x.flat()[:3], attrs, facts, Operands, _written)
 
 
-def _written(attrs: LinearAttrs) -> Callable[..., torch.Tensor]:
+def _written(attrs: LinearAttrs, given: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """The op as models spell it."""
-
-    def run(given: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(given, weight.to(given.dtype) * scale).to(attrs.out_dtype)
-
-    return run
+    return torch.nn.functional.linear(given, weight.to(given.dtype) * scale).to(attrs.out_dtype)

@@ -17,18 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from lz_compile.ground.sizes import Size
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
 from lz_compile.lowering.sample import Asked, Sample, sampler
-
-if TYPE_CHECKING:
-    from lz_compile.ground.sizes import Size
 
 #: Every activation by name, as a function of one tensor.
 ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -165,14 +163,10 @@ def features(attrs: MlpAttrs, facts: MlpFacts) -> dict[str, str]:
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 
 
-def _written(attrs: MlpAttrs) -> Callable[..., torch.Tensor]:
+def _written(attrs: MlpAttrs, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
     """The op as models spell it."""
-
-    def run(gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
-        result = ACTIVATIONS[attrs.activation](gate)
-        return result if up is None else result * up
-
-    return run
+    result = ACTIVATIONS[attrs.activation](gate)
+    return result if up is None else result * up
 
 
 @sampler("gated")
@@ -184,4 +178,4 @@ def sample(asked: Asked) -> Sample:
     activation = "silu" if is_gated else "gelu"
     attrs = MlpAttrs(activation=activation, is_gated=is_gated, compute_dtype=dtype, out_dtype=dtype)
     facts = MlpFacts(rows, width, dtype, asked.device.type, asked.is_training)
-    return Sample(given, attrs, facts, Operands, _written(attrs))
+    return Sample(given, attrs, facts, Operands, _written)

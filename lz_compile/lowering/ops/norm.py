@@ -12,20 +12,18 @@ The variance is the mean of squares, of what is left after the mean is subtracte
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
+from lz_compile.ground.sizes import Size
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import operands
 from lz_compile.lowering.sample import Asked, Sample, sampler
-
-if TYPE_CHECKING:
-    from lz_compile.ground.sizes import Size
 
 #: Where ``eps`` stands: ``1 / sqrt(variance + eps)``, ``1 / (sqrt(variance) + eps)`` or ``1 / max(sqrt(variance), eps)``.
 EpsAt: TypeAlias = Literal["inside", "outside", "floor"]
@@ -141,16 +139,12 @@ def features(attrs: NormAttrs, facts: NormFacts) -> dict[str, str]:
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 
 
-def _written(attrs: NormAttrs) -> Callable[..., torch.Tensor]:
+def _written(attrs: NormAttrs, given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """The op as models spell it."""
-
-    def run(given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        row = given.float()
-        row = row - row.mean(-1, keepdim=True) if attrs.is_centred else row
-        row = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + attrs.eps)
-        return weight * row.to(given.dtype)
-
-    return run
+    row = given.float()
+    row = row - row.mean(-1, keepdim=True) if attrs.is_centred else row
+    row = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + attrs.eps)
+    return weight * row.to(given.dtype)
 
 
 @sampler("rms")
@@ -160,4 +154,4 @@ def sample(asked: Asked) -> Sample:
     given, weight = asked.random(rows, hidden), asked.random(hidden)
     attrs = NormAttrs(is_centred=asked.variant == "layer", eps=1e-6, has_weight=True, rounded_to=dtype, out_dtype=dtype)
     facts = NormFacts(rows, hidden, dtype, asked.device.type, asked.is_training)
-    return Sample((given, weight), attrs, facts, Operands, _written(attrs))
+    return Sample((given, weight), attrs, facts, Operands, _written)

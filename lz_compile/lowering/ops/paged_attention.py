@@ -24,21 +24,19 @@ anything.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lz_compile.errors import ArgumentError
+from lz_compile.ground.sizes import Size
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.arange import arange
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
 from lz_compile.lowering.sample import Sample
-
-if TYPE_CHECKING:
-    from lz_compile.ground.sizes import Size
 
 VARIANTS = ("decode", "ragged")
 LAYOUT = "NHD"
@@ -342,13 +340,9 @@ def sample(
     named = {"T": len(tensors[0]), "R": requests, "Q": requests + 1, "M": blocks, "P": slots}
     letters = zip(("Hq", "Hk", "D", "E"), ("num_heads", "num_kv_heads", "head_dim", "value_dim"), strict=True)
     attrs, facts = from_operands(x, {**named, **{letter: sizes[name] for letter, name in letters}})
-    return Sample(given, attrs, facts, Operands, _written(attrs))
+    return Sample(given, attrs, facts, Operands, _written)
 
 
-def _written(attrs: PagedAttentionAttrs) -> Callable[..., torch.Tensor]:
+def _written(attrs: PagedAttentionAttrs, *given: torch.Tensor) -> torch.Tensor:
     """The op as models spell it."""
-
-    def run(*given: torch.Tensor) -> torch.Tensor:
-        return reference(Operands(*given), attrs)
-
-    return run
+    return reference(Operands(*given), attrs)

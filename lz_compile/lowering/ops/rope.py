@@ -20,19 +20,17 @@ Nothing asks of the tables that they are a cosine and a sine.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from lz_compile.ground.sizes import Size
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
 from lz_compile.lowering.sample import Asked, Sample, sampler
-
-if TYPE_CHECKING:
-    from lz_compile.ground.sizes import Size
 
 LAYOUT = "BHSD"
 EXACT_DIMS = ("head_dim", "rotary_dim")
@@ -170,16 +168,12 @@ def features(attrs: RopeAttrs, facts: RopeFacts) -> dict[str, str]:
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 
 
-def _written(attrs: RopeAttrs) -> Callable[..., torch.Tensor]:
+def _written(attrs: RopeAttrs, given: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """The op as models spell it."""
-
-    def run(given: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        turned, kept = given[..., : attrs.rotary_dim], given[..., attrs.rotary_dim :]
-        first, second = pairs(turned, attrs.is_interleaved)
-        turned = turned * cos + joined(-second, first, attrs.is_interleaved) * sin
-        return torch.cat((turned, kept), -1) if kept.shape[-1] else turned
-
-    return run
+    turned, kept = given[..., : attrs.rotary_dim], given[..., attrs.rotary_dim :]
+    first, second = pairs(turned, attrs.is_interleaved)
+    turned = turned * cos + joined(-second, first, attrs.is_interleaved) * sin
+    return torch.cat((turned, kept), -1) if kept.shape[-1] else turned
 
 
 @sampler()
@@ -192,4 +186,4 @@ def sample(asked: Asked) -> Sample:
     attrs = RopeAttrs(rotary_dim=turned, compute_dtype=dtype, out_dtype=dtype)
     facts = RopeFacts(batch, heads, length, width, turned, dtype, device.type, dtype, asked.is_training)
     inputs = (asked.random(batch, heads, length, width), angles.cos().to(dtype), angles.sin().to(dtype))
-    return Sample(inputs, attrs, facts, Operands, _written(attrs))
+    return Sample(inputs, attrs, facts, Operands, _written)

@@ -33,19 +33,17 @@ where it has ``R`` more, ``g_b`` before anything was left out. Kernels fill it; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
+from lz_compile.ground.sizes import Size
 from lz_compile.lowering import operands as base_operands
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
 from lz_compile.lowering.sample import Asked, Sample, sampler
-
-if TYPE_CHECKING:
-    from lz_compile.ground.sizes import Size
 
 #: What is routed: nothing, the gradient of a rollout, or the activations of a token.
 Arm: TypeAlias = Literal["none", "grad", "act"]
@@ -295,20 +293,16 @@ def features(attrs: RoutingAttrs, facts: RoutingFacts) -> dict[str, str]:
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 
 
-def _written(attrs: RoutingAttrs) -> Callable[..., torch.Tensor]:
+def _written(attrs: RoutingAttrs, *given: torch.Tensor) -> torch.Tensor:
     """The op as models spell it: gradients by rollout are read off a gate of ones, the last input."""
-
-    def run(*given: torch.Tensor) -> torch.Tensor:
-        x, vh, u, delta, a_q, b_q, *rest = given
-        a = x @ vh.T
-        inner = a * rest[1] * delta if attrs.arm == "grad" else a * delta
-        kept = inner @ u.T
-        if attrs.arm == "act":
-            is_flagged = torch.nn.functional.cosine_similarity(a, rest[0], -1, EPS) > attrs.threshold
-            kept = torch.where(is_flagged.unsqueeze(-1), kept.detach(), kept)
-        return kept + (x @ a_q.T) @ b_q.T
-
-    return run
+    x, vh, u, delta, a_q, b_q, *rest = given
+    a = x @ vh.T
+    inner = a * rest[1] * delta if attrs.arm == "grad" else a * delta
+    kept = inner @ u.T
+    if attrs.arm == "act":
+        is_flagged = torch.nn.functional.cosine_similarity(a, rest[0], -1, EPS) > attrs.threshold
+        kept = torch.where(is_flagged.unsqueeze(-1), kept.detach(), kept)
+    return kept + (x @ a_q.T) @ b_q.T
 
 
 @sampler("grad")
@@ -333,4 +327,4 @@ def sample(asked: Asked) -> Sample:
     def canonical(*given: torch.Tensor) -> Operands:
         return Operands(*given[: 6 if variant == "none" else 7])  # type: ignore[arg-type]  # the first seven are tensors
 
-    return Sample(tuple(inputs), attrs, facts, canonical, _written(attrs))
+    return Sample(tuple(inputs), attrs, facts, canonical, _written)

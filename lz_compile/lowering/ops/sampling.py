@@ -31,19 +31,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 
+from lz_compile.ground.sizes import Size
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.arange import arange
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
 from lz_compile.lowering.sample import Asked, Sample, sampler
 from lz_compile.lowering.token_bits import unpack, word_count
-
-if TYPE_CHECKING:
-    from lz_compile.ground.sizes import Size
 
 #: What is given back: a token for each row, the scores with minus infinity for what is not kept, or their softmax.
 Result: TypeAlias = Literal["ids", "scores", "probs"]
@@ -336,7 +334,7 @@ def sample(asked: Asked) -> Sample:
     def canonical(*tensors: torch.Tensor) -> Operands:
         return Operands(**dict(zip(given, tensors, strict=True)))
 
-    def written(*tensors: torch.Tensor) -> torch.Tensor:
+    def written(attrs: SamplingAttrs, *tensors: torch.Tensor) -> torch.Tensor:
         return reference(canonical(*tensors), attrs)
 
     return Sample(tuple(given.values()), attrs, facts, canonical, written)

@@ -31,19 +31,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 
-from lz_compile.ground.sizes import is_one
+from lz_compile.ground.sizes import Size, is_one
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
 from lz_compile.lowering.sample import Asked, Sample, sampler
 from lz_compile.lowering.scan_products import outer, product
-
-if TYPE_CHECKING:
-    from lz_compile.ground.sizes import Size
 
 #: Whether a step reads the state that it leaves behind, or the one that it found.
 Reads: TypeAlias = Literal["after", "before"]
@@ -341,21 +338,17 @@ class ScanSample(Sample):
         return super().with_kernel(lambda x, attrs: call(x, attrs)[0])
 
 
-def _written(operands: Callable[..., Operands]) -> Callable[..., torch.Tensor]:
+def _written(attrs: ScanAttrs, *inputs: torch.Tensor) -> torch.Tensor:
     """The op as models spell it: a loop over time, with products that broadcast."""
-
-    def run(*inputs: torch.Tensor) -> torch.Tensor:
-        given = operands(*inputs).given()
-        query, right = given["query"], given["right"]
-        state = right.new_zeros((*right.shape[:2], query.shape[4], right.shape[4]))
-        outputs = []
-        for time in range(query.shape[2]):
-            step = {name: each[:, :, time] for name, each in given.items()}
-            state = advance(state, step)
-            outputs.append(step["query"] @ state)
-        return torch.stack(outputs, 2)
-
-    return run
+    given = _canonical(*inputs, erases=attrs.erases).given()
+    query, right = given["query"], given["right"]
+    state = right.new_zeros((*right.shape[:2], query.shape[4], right.shape[4]))
+    outputs = []
+    for time in range(query.shape[2]):
+        step = {name: each[:, :, time] for name, each in given.items()}
+        state = advance(state, step)
+        outputs.append(step["query"] @ state)
+    return torch.stack(outputs, 2)
 
 
 def _canonical(*inputs: torch.Tensor, erases: bool) -> Operands:
@@ -380,4 +373,4 @@ def sample(asked: Asked) -> ScanSample:
     attrs = ScanAttrs(erases=erases, out_dtype=asked.dtype, state_dtype=asked.dtype)
     operands = partial(_canonical, erases=erases)
     inputs = (query, asked.given(key), value, decay)
-    return ScanSample(inputs, attrs, facts_of(operands(*inputs)), operands, _written(operands))
+    return ScanSample(inputs, attrs, facts_of(operands(*inputs)), operands, _written)

@@ -139,20 +139,7 @@ _READERS: Mapping[str, Reader] = {
 NAMES = frozenset(_READERS)
 
 #: Operations whose arguments hold extents; re-running them at other sizes needs new ones.
-SIZED = frozenset(
-    {
-        "view",
-        "reshape",
-        "unflatten",
-        "expand",
-        "repeat",
-        "tile",
-        "repeat_interleave",
-        "view_as",
-        "reshape_as",
-        "expand_as",
-    }
-)
+SIZED = frozenset("view reshape unflatten expand repeat tile repeat_interleave view_as reshape_as expand_as".split())
 
 
 def is_view(call: Call) -> bool:

@@ -79,7 +79,7 @@ class Piecewise:
         return _must(combined(multiplied, self, other))
 
     def __neg__(self) -> Piecewise:
-        return _must(combined(lambda each, _: negated(each), self, everywhere(ONE)))
+        return _must(combined(lambda each, _: -each, self, everywhere(ONE)))
 
     def __sub__(self, other: Piecewise) -> Piecewise:
         return self + -other
@@ -217,11 +217,6 @@ def multiplied(one: Number, two: Number) -> Number | None:
     if not (_is_constant(one) and _is_constant(two)):
         return None
     return _as_float(one) * _as_float(two)
-
-
-def negated(value: Number) -> Number:
-    """The opposite number."""
-    return -value
 
 
 def _keeping_floats(result: Polynomial, *operands: Polynomial) -> Polynomial | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
@@ -198,12 +198,20 @@ def _pinned(parts: list[Predicate]) -> list[Predicate]:
 
 def _strongest(parts: Iterable[Predicate]) -> list[Predicate]:
     """Those that no other one implies."""
+    return _left(parts, implies)
+
+
+def _weakest(parts: Iterable[Predicate]) -> list[Predicate]:
+    """Those that imply no other one."""
+    return _left(parts, lambda one, other: implies(other, one))
+
+
+def _left(parts: Iterable[Predicate], replaces: Callable[[Predicate, Predicate], bool]) -> list[Predicate]:
+    """Those in whose place no other one stands."""
     kept: list[Predicate] = []
     for part in dict.fromkeys(parts):
-        if any(implies(other, part) for other in kept):
-            continue
-        kept = [other for other in kept if not implies(part, other)]
-        kept.append(part)
+        if not any(replaces(other, part) for other in kept):
+            kept = [*(other for other in kept if not replaces(part, other)), part]
     return kept
 
 
@@ -238,17 +246,6 @@ def _distributed(parts: list[Predicate]) -> Predicate | None:
         return None
     clauses = [either(*choice_) for choice_ in itertools.product(*lists)]
     return both(*clauses) if any(not isinstance(each, Some) and each != TRUE for each in clauses) else None
-
-
-def _weakest(parts: Iterable[Predicate]) -> list[Predicate]:
-    """Those that imply no other one."""
-    kept: list[Predicate] = []
-    for part in parts:
-        if any(implies(part, other) for other in kept):
-            continue
-        kept = [other for other in kept if not implies(other, part)]
-        kept.append(part)
-    return kept
 
 
 def _covers(one: Predicate, other: Predicate) -> bool:

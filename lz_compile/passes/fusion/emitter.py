@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.fused import GIVEN, SIBLING, Fused, Siblings
 from lz_compile.lowering.operands import Operands
 from lz_compile.passes.formula.axes import Axis
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.match import Attributes, Match
+from lz_compile.passes.rewriting.match import Match
 
 
 def operands_of(match: Match, builder: Builder) -> Any:
@@ -79,7 +80,7 @@ class FusedEmitter:
                 found |= zip(first.outputs, results_of(first, builder, value[index]), strict=True)
         return (own, *(found[node] for node in self.also)) if self.also else own
 
-    def attributes_at(self, sizes: Mapping[Axis, int]) -> Attributes:
+    def attributes_at(self, sizes: Mapping[Axis, int]) -> OpAttributes:
         """The last match's attributes for a proof at other sizes."""
         return self.match.emitter.attributes_at(sizes)
 

@@ -220,14 +220,14 @@ def _inplace_flag(node: fx.Node) -> bool:
     """Whether ``inplace=True`` was given, by keyword or by position."""
     if node.kwargs.get("inplace") is True:
         return True
-    position = _inplace_position(node.target) if node.op == "call_function" else None
+    is_asked = node.op == "call_function" and getattr(node.target, "__module__", "").startswith("torch.nn.functional")
+    position = inplace_position(node.target) if is_asked else None
     return position is not None and position < len(node.args) and node.args[position] is True
 
 
 @cache
-def _inplace_position(target: Any) -> int | None:
-    if not getattr(target, "__module__", "").startswith("torch.nn.functional"):
-        return None
+def inplace_position(target: Any) -> int | None:
+    """Which argument of a function says whether it writes to its input."""
     try:
         parameters = list(inspect.signature(target).parameters)
     except (TypeError, ValueError):

@@ -207,12 +207,9 @@ class Memories:
 
     def enter(self, node: fx.Node, emit: Emitter) -> None:
         """Let a call read what became of its operands."""
-        if self._is_changed(node):
+        if any(each in self._views and self._views[each].memory.version for each in node.all_input_nodes):
             node.args, node.kwargs = fx.map_arg((node.args, node.kwargs), lambda each: self.now(each, emit))
             self._changed.add(node)
-
-    def _is_changed(self, node: fx.Node) -> bool:
-        return any(each in self._views and self._views[each].memory.version for each in node.all_input_nodes)
 
     def keep(self, node: fx.Node, emit: Emitter) -> None:
         """A call stays: if it gives a view, it is one of what became of its operands."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import operator
 from collections.abc import Iterator, Mapping
-from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -14,7 +12,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.graph.emitter import Emitter
-from lz_compile.passes.graph.view import Call, read, tensor_of
+from lz_compile.passes.graph.view import Call, inplace_position, read, tensor_of
 
 #: Of which every element is a function of that element, and of other tensors: activations, and sums.
 ACTIVATIONS = frozenset("relu relu6 hardtanh hardswish hardsigmoid leaky_relu elu celu selu silu mish gelu".split())
@@ -75,7 +73,7 @@ def _twin(node: fx.Node) -> _Form | None:
         return (stem, args, kwargs) if name.endswith("_") and hasattr(torch.Tensor, stem) else None
     if node.target in _OPERATORS:
         return _OPERATORS[node.target], args, kwargs
-    position = _inplace_position(node.target)
+    position = inplace_position(node.target)
     if position is not None:
         kwargs.pop("inplace", None)
         return (
@@ -85,15 +83,6 @@ def _twin(node: fx.Node) -> _Form | None:
         )
     twin = getattr(torch, name.removesuffix("_"), None)
     return (twin, args, kwargs) if name.endswith("_") and getattr(torch, name, None) is node.target and twin else None
-
-
-@cache
-def _inplace_position(target: Any) -> int | None:
-    try:
-        parameters = list(inspect.signature(target).parameters)
-    except (TypeError, ValueError):
-        return None
-    return parameters.index("inplace") if "inplace" in parameters else None
 
 
 def _stores(call: Call, target: fx.Node, old: torch.Tensor, emit: Emitter) -> Iterator[_Form]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import sympy
 import torch
@@ -207,10 +207,8 @@ class _Stage:
             return not _has_odd_strides(old)
         if order_in_memory(old) is not None or view.memory.version or any(map(layout.is_returned, view.names)):
             return False
-        return not any(read(user) is None or read(user).name == "view" for user in self._readers(view, node))  # type: ignore[union-attr]
-
-    def _readers(self, view: View, node: fx.Node) -> Iterator[fx.Node]:
-        return self.memories.readers(view, self.effects.position[node])
+        readers = self.memories.readers(view, self.effects.position[node])
+        return not any(read(user) is None or read(user).name == "view" for user in readers)  # type: ignore[union-attr]
 
     # ---- a piece of it -------------------------------------------------------------------------------------------------
 

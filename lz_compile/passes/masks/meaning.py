@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band, Reach
 from lz_compile.lowering.ops.attention import distances
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.rewriting.builder import Builder
+
+if TYPE_CHECKING:
+    from lz_compile.passes.masks.reading import Masks
 
 
 @dataclass(frozen=True)
@@ -125,59 +127,8 @@ class Window:
     buffers: tuple[fx.Node, ...] = ()
 
 
-class Meanings(Protocol):
-    """What the masks of one graph mean; :mod:`masks.reading` reads it."""
-
-    def read(self, node: fx.Node, dims: Dims, axes: Axes, *, keeps: bool = True) -> Meaning | Reason:
-        """What a mask means.
-
-        Args:
-            node: a boolean mask, or a float one that is added to scores.
-            dims: the axes of its dimensions.
-            axes: those of the scores.
-            keeps: whether True keeps, of a boolean mask.
-        """
-
-    def ends(self, masks: Sequence[tuple[fx.Node, Dims, bool]], axes: Axes) -> Ends | None:
-        """Before which key every row of the batch sees keys, None where the masks mean anything else.
-
-        Args:
-            masks: boolean ones, their axes, and whether True keeps, or what is added, zero and minus infinity. Where there
-                are none, one query sees all keys.
-            axes: those of the scores.
-        """
-
-    def window(self, node: fx.Node, dims: Dims, query: Axis, key: Axis) -> Window | None:
-        """The window that a tensor is along two of its axes, None where it is none.
-
-        Args:
-            node: keys or values that are gathered for each query.
-            dims: the axes of its dimensions.
-            query: the axis of queries.
-            key: the axis of places in the window.
-        """
-
-    def seen(
-        self, masks: Sequence[tuple[fx.Node, Dims, bool]], query: Axis, key: Axis, window: Window
-    ) -> tuple[int, int] | None:
-        """How many elements of what a window shows masks drop for all queries, the first and the last ones.
-
-        None where they say more than that. Each mask is given with its axes, and whether True keeps.
-        """
-
-    def equal(self, nodes: Sequence[fx.Node], dims: Dims, axes: Axes) -> tuple[fx.Node, ...] | None:
-        """On which buffers' values it rests that tensors of integers hold the same numbers, all with these axes.
-
-        None where the way that they are computed does not tell.
-        """
-
-    def values(self, node: fx.Node) -> torch.Tensor | None:
-        """What a mask holds where that depends on constants only."""
-
-    def hold_the_same(self, buffer: fx.Node, other: fx.Node) -> bool:
-        """Whether two buffers have equal values."""
-
-
+#: What the masks of one graph mean.
+Meanings: TypeAlias = "Masks"
 #: Bounds of bands in proofs, where there are few tokens, and the tiles of what masks reach there.
 _NEAR = 3
 _TILE = 4

@@ -32,14 +32,14 @@ from lz_compile.passes.masks import constant_patterns
 from lz_compile.passes.masks.bands import Positions
 from lz_compile.passes.masks.constants import Constant, Constants, hold_the_same
 from lz_compile.passes.masks.index_reading import Reader, read_window, seen_in_window
-from lz_compile.passes.masks.meaning import Axes, Documents, Ends, Meaning, Meanings, Slopes, Terms, Window
+from lz_compile.passes.masks.meaning import Axes, Documents, Ends, Meaning, Slopes, Terms, Window
 from lz_compile.passes.masks.parts import Parts, is_stable, of_conditions
 
 #: Of what is understood in part, the values of larger masks are not looked at.
 _LARGE = 2**24
 
 
-class Masks(Meanings):
+class Masks:
     """The meanings of one graph's masks, each read once."""
 
     def __init__(self, effects: Effects) -> None:
@@ -48,7 +48,14 @@ class Masks(Meanings):
         self._known: dict[tuple[object, ...], tuple[Meaning | Reason, Look, tuple[Axis, ...]]] = {}
 
     def read(self, node: fx.Node, dims: Dims, axes: Axes, *, keeps: bool = True) -> Meaning | Reason:
-        """See :class:`Meanings`."""
+        """What a mask means.
+
+        Args:
+            node: a boolean mask, or a float one that is added to scores.
+            dims: the axes of its dimensions.
+            axes: those of the scores.
+            keeps: whether True keeps, of a boolean mask.
+        """
         axes, dims = axes.resolved(), resolve(dims)
         order = tuple(axis for group in axes.groups for axis in group)
         if any(axis not in order for dim in dims for axis in dim):
@@ -67,7 +74,13 @@ class Masks(Meanings):
         return found if isinstance(found, Reason) else _renamed(found, dict(zip(own_order, order, strict=True)))
 
     def ends(self, masks: Sequence[tuple[fx.Node, Dims, bool]], axes: Axes) -> Ends | None:
-        """See :class:`Meanings`."""
+        """Before which key every row of the batch sees keys, None where the masks mean anything else.
+
+        Args:
+            masks: boolean ones, their axes, and whether True keeps, or what is added, zero and minus infinity. Where there
+                are none, one query sees all keys.
+            axes: those of the scores.
+        """
         reading, names = self._unshared(axes)
         if self._effects.reshapes or any(self._effects.is_overwritten(node) for node, _, _ in masks):
             return None
@@ -88,17 +101,30 @@ class Masks(Meanings):
         return replace(found, terms=_over(given, found.terms), firsts=firsts)
 
     def window(self, node: fx.Node, dims: Dims, query: Axis, key: Axis) -> Window | None:
-        """See :class:`Meanings`."""
+        """The window that a tensor is along two of its axes, None where it is none.
+
+        Args:
+            node: keys or values that are gathered for each query.
+            dims: the axes of its dimensions.
+            query: the axis of queries.
+            key: the axis of places in the window.
+        """
         return read_window(self._effects, self._constants, node, dims, query, key)
 
     def seen(
         self, masks: Sequence[tuple[fx.Node, Dims, bool]], query: Axis, key: Axis, window: Window
     ) -> tuple[int, int] | None:
-        """See :class:`Meanings`."""
+        """How many elements of what a window shows masks drop for all queries, the first and the last ones.
+
+        None where they say more than that. Each mask is given with its axes, and whether True keeps.
+        """
         return seen_in_window(self._effects, self._constants, masks, query, key, window)
 
     def equal(self, nodes: Sequence[fx.Node], dims: Dims, axes: Axes) -> tuple[fx.Node, ...] | None:
-        """See :class:`Meanings`."""
+        """On which buffers' values it rests that tensors of integers hold the same numbers, all with these axes.
+
+        None where the way that they are computed does not tell.
+        """
         reading, names = self._unshared(axes)
         if self._effects.reshapes or any(map(self._effects.is_overwritten, nodes)):
             return None
@@ -114,11 +140,11 @@ class Masks(Meanings):
         return _Reading(self._effects, self._constants, Axes(*(_with(own, group) for group in axes.groups))), own
 
     def hold_the_same(self, buffer: fx.Node, other: fx.Node) -> bool:
-        """See :class:`Meanings`."""
+        """Whether two buffers have equal values."""
         return hold_the_same(buffer, other)
 
     def values(self, node: fx.Node) -> torch.Tensor | None:
-        """See :class:`Meanings`."""
+        """What a mask holds where that depends on constants only."""
         found = self._constants.value(node)
         return None if isinstance(found, Reason) or found.buffers else found.value
 

@@ -179,7 +179,8 @@ def _take_after(match: Match, effects: Effects, held: dict[fx.Node, None]) -> No
         node = queue.pop(0)
         if node in held or _is_split(node) or not _is_fusible(node, match, effects):
             continue
-        if any(effects.position[operand] > effects.position[match.output] for operand in _strangers(node, held)):
+        strangers = [each for each in node.all_input_nodes if each not in held and tensor_of(each) is not None]
+        if any(effects.position[each] > effects.position[match.output] for each in strangers):
             continue
         held[node] = None
         taken += 1
@@ -188,10 +189,6 @@ def _take_after(match: Match, effects: Effects, held: dict[fx.Node, None]) -> No
 
 def _implied(match: Match) -> set[fx.Node]:
     return {node for node, each in match.found.inputs.items() if each.implied is not None}
-
-
-def _strangers(node: fx.Node, held: Mapping[fx.Node, None]) -> list[fx.Node]:
-    return [operand for operand in node.all_input_nodes if operand not in held and tensor_of(operand) is not None]
 
 
 def _is_fusible(node: fx.Node, match: Match, effects: Effects) -> bool:

@@ -13,6 +13,7 @@ from torch import fx
 
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import Size, product
+from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import Operands
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError
@@ -25,19 +26,6 @@ if TYPE_CHECKING:
     from lz_compile.passes.rewriting.core import Core
 
 
-class Attributes(Protocol):
-    """The attributes of an op: a frozen dataclass that prints itself as JSON-able values."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Names and values for reports."""
-
-    def assuming_finite(self) -> Attributes:
-        """The same without what asks for NaN and infinities to be treated as the source does."""
-
-    def deterministic(self) -> Attributes:
-        """The same without what is random (dropout), for comparisons."""
-
-
 class Emitter(Protocol):
     """How a match is put into a kernel's form: canonical operands in, the original's layout out."""
 
@@ -47,7 +35,7 @@ class Emitter(Protocol):
     def result(self, builder: Builder, value: Any) -> Any:
         """The kernel's result in the layout and dtype of the node that it replaces; a tuple where there are several."""
 
-    def attributes_at(self, sizes: Mapping[Axis, int]) -> Attributes:
+    def attributes_at(self, sizes: Mapping[Axis, int]) -> OpAttributes:
         """The op's attributes for a proof at other sizes."""
 
     def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
@@ -114,7 +102,7 @@ class Found:
     ``notes`` say what a user may want to know: why masks are general ones, why keys are copied, or weights unpacked.
     """
 
-    attributes: Attributes
+    attributes: OpAttributes
     facts: Any
     inputs: Mapping[fx.Node, Input]
     operands: Mapping[str, fx.Node]
@@ -177,7 +165,7 @@ class Match:
         return self.found.operands
 
     @property
-    def attributes(self) -> Attributes:
+    def attributes(self) -> OpAttributes:
         """Of the op."""
         return self.found.attributes
 

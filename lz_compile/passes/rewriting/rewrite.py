@@ -10,12 +10,13 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Size, as_size
+from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.moves import strides_matter
 from lz_compile.passes.graph.modes import faking
 from lz_compile.passes.graph.view import known_tensor, provenance, read, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, GraphBuilder
-from lz_compile.passes.rewriting.match import Attributes, Match
+from lz_compile.passes.rewriting.match import Match
 
 KernelCall = Callable[..., Any]
 
@@ -152,7 +153,7 @@ def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return copy
 
 
-def emit(builder: Builder, match: Match, call: KernelCall, attributes: Attributes) -> Any:
+def emit(builder: Builder, match: Match, call: KernelCall, attributes: OpAttributes) -> Any:
     """Operands, kernel and result, over the tensors or proxies of ``builder``."""
     return match.emitter.result(builder, call(match.emitter.operands(builder), attributes))
 

@@ -234,9 +234,7 @@ def page(told: Told, since: Told | None = None, title: str = "lz_compile") -> st
     the header. What even so has no room is left out, and the page says so, with where to find it.
 
     Args:
-        told: the report.
         since: an earlier one: what changed stands first.
-        title: of the page.
 
     Raises:
         ArgumentError: one of them is no report; the text names the field that is wrong.

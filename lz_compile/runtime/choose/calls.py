@@ -50,9 +50,6 @@ def call_estimates(
     """What to expect of every kernel, over the latency of PyTorch's own (1.0), which is in Inductor's place here.
 
     Args:
-        context: the problem.
-        specs: the kernels.
-        sizes: those of the problem.
         records: measurements of problems whose source calls PyTorch's own.
         spelled_out: measurements of problems that are spelled out, as ``tune`` makes them; they count where there are
             none of the others, and PyTorch's own was measured with the rest.

@@ -52,8 +52,6 @@ def select(
     """The kernel for a problem under a policy, and under dispatch tables (None: those that this process loaded).
 
     Args:
-        problem: what to choose for.
-        policy: what the user wants.
         tables: dispatch tables, the one to ask first in front.
         elsewhere: why kernels cannot run on other ranks of the job, so that none takes them; not those that always run.
         agreed: what the ranks of the job agreed on, which is followed where this one can.

@@ -268,14 +268,7 @@ def _kernel_problems(op: str, kernel: Kernel) -> Iterator[str]:
         if ANY in values and len(values) > 1:
             yield f"'*' in {field} stands for everything and so stands alone"
     if not GPUS & kernel.platforms:
-        for field in (
-            "min_sm",
-            "max_sm",
-            "supported_generations",
-            "min_tensor_core_generation",
-            "instruction_set",
-            "grid",
-        ):
+        for field in "min_sm max_sm supported_generations min_tensor_core_generation instruction_set grid".split():
             if getattr(kernel, field):
                 yield f"{field} needs the platform cuda or rocm"
     if "cpu" not in kernel.platforms and kernel.requires_isa:

@@ -116,9 +116,6 @@ def tried(asked: Asked, run: Callable[[], Any], *, again: bool = False, waits: b
     """What came of a first import, now or earlier.
 
     Args:
-        asked: what is to be imported.
-        run: imports it.
-        again: try again what was tried.
         waits: until there is an answer. Otherwise it ``is being tried`` after :data:`PATIENCE_S` seconds, for which only
             the first process waits.
     """

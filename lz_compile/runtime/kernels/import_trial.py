@@ -54,7 +54,6 @@ class ImportTrial:
 
     Args:
         names: module, what of it is needed, and the library that is imported before.
-        run: imports it.
         ended: is told outcome, text and seconds, in the thread that watches.
     """
 

@@ -219,14 +219,8 @@ def _promised(priority: int) -> tuple[Prior, ...]:
 
 
 #: The arguments that are one name, or several.
-_SEVERAL = (
-    "platform",
-    "supported_dtypes",
-    "supports",
-    "supported_generations",
-    "requires_isa",
-    "requires_layouts",
-    "fuses_ops",
+_SEVERAL = tuple(
+    "platform supported_dtypes supports supported_generations requires_isa requires_layouts fuses_ops".split()
 )
 
 

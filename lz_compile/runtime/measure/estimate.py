@@ -105,8 +105,6 @@ def estimates(
     """What to expect of every kernel at ``sizes``.
 
     Args:
-        context: the problem.
-        specs: the kernels.
         sizes: the sizes to expect it at (a symbolic one may have several).
         records: measurements that share the context's :func:`fixed_part`.
         source_kernel: the kernel that the source itself calls: leaving that to Inductor is to run it. It may be one that

@@ -75,9 +75,7 @@ def measure(
     A round gives every callable one block of calls, long enough for the clock; the order rotates from round to round.
 
     Args:
-        calls: what to time, by name.
         device: is waited for around every block.
-        rounds: how many.
         block_ms: how long a block should take.
         budget_s: stop before a round that would exceed it, after three rounds at the earliest.
     """

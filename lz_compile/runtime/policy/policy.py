@@ -24,27 +24,9 @@ from lz_compile.ground import events, hooks
 from lz_compile.ground.files import path_given
 from lz_compile.runtime.policy import environment, names
 from lz_compile.runtime.policy.names import Invalid
-from lz_compile.runtime.policy.resolved import Policy, ResolvedPolicy
+from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.policy.rules import Kind, Lock, Statement
 from lz_compile.runtime.policy.settings import Layer, Value
-
-__all__ = [
-    "Override",
-    "Policy",
-    "ResolvedPolicy",
-    "avoid",
-    "configure",
-    "current",
-    "debugging",
-    "disabled",
-    "load_config",
-    "lock",
-    "prefer",
-    "refresh",
-    "reset",
-    "unlock",
-    "version",
-]
 
 
 @dataclass(frozen=True, eq=False)

@@ -219,7 +219,6 @@ def grown(
     Args:
         samples: one for each point.
         spoken_of: whether a measurement or prior speaks of a point.
-        names: the symbols.
         incumbent: the kernel to take where no other is better.
         margin: by how much another must be.
         preference: of kernels that are equally fast, the first one is taken.

@@ -6,19 +6,14 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from lz_compile.ground.hardware import Hardware, hardware
 from lz_compile.ground.records import Record, plain
-from lz_compile.ground.sizes import range_of, symbolic_size
+from lz_compile.ground.sizes import Size, range_of, symbolic_size
 from lz_compile.lowering import ops
-
-if TYPE_CHECKING:
-    from lz_compile.ground.sizes import Size
-
-__all__ = ["Dim", "Hardware", "SelectionContext", "SymbolicDim", "hardware", "hint"]
 
 #: Our ops' names of sizes, and those that descriptors, rules and reports use.
 _DIM_NAMES: Mapping[str, str] = {

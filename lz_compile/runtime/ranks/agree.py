@@ -127,8 +127,6 @@ def decide(
     """The kernel for a problem: as :func:`select` has it, in a job of several ranks the one that they agreed on.
 
     Args:
-        problem: what to choose for.
-        policy: what the user wants.
         tables: dispatch tables (None: those that this process loaded).
         writes: whether what is chosen here may become the job's decision; not where somebody only asks.
         why_not: proves a kernel on this rank before it becomes the job's decision. Without a job nobody is to be told

@@ -54,9 +54,6 @@ class Question:
     """What is to be decided.
 
     Args:
-        problem: what to choose for.
-        policy: what the user wants.
-        tables: dispatch tables of this compile.
         why_not: proves a kernel before it becomes the job's (None: nothing is to be proven).
     """
 
@@ -104,7 +101,6 @@ class Job:
         """The kernel for a problem, the same on every rank that can run it.
 
         Args:
-            asked: what is to be decided.
             writes: whether what this rank would take becomes the job's decision where there is none.
 
         Raises:
@@ -158,7 +154,6 @@ class Job:
 
         Args:
             failed: kernels that failed here for this problem, and why.
-            asked: as it was.
 
         Raises:
             StoreGoneError: the store cannot be asked.

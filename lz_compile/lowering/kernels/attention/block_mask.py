@@ -125,8 +125,6 @@ def of_parts(
     """The tiles of columns for every tile of rows, and the other way round, where all of the parts keep something.
 
     Args:
-        grid: the scores.
-        band: on positions.
         mask: True keeps, broadcastable to ``[B, H, Sq, Sk]``.
         query_documents: ids, ``[B or 1, Sq]``; documents of a tile count as everything from the least id to the largest.
         key_documents: likewise, ``[B or 1, Sk]``.

@@ -23,7 +23,6 @@ def library_attention(
     """The adapter of a library's function, over the op's operands and attributes.
 
     Args:
-        name: of the operator.
         run: calls the library with tokens before heads, without masks, sinks and dropout; its result may have any strides.
         kernel_id: under which name it is retired when it fails.
     """

@@ -18,29 +18,18 @@ def _takes(x: Operands, attrs: NormAttrs) -> bool:
     return rounds_alike and is_alike and attrs.compute_dtype.itemsize <= 4
 
 
-def _rms_norm(x: Operands, attrs: NormAttrs) -> torch.Tensor:
-    from apex.normalization.fused_layer_norm import fused_rms_norm, fused_rms_norm_affine
+def _norm(x: Operands, attrs: NormAttrs) -> torch.Tensor:
+    from apex.normalization import fused_layer_norm as apex
 
-    shape = (x.input.shape[-1],)
+    name, shape = f"fused_{attrs.variant}_norm", (x.input.shape[-1],)
+    weights = (x.weight, x.bias) if attrs.is_centred else (x.weight,)
     out: torch.Tensor = (
-        fused_rms_norm(x.input, shape, attrs.eps)
+        getattr(apex, name)(x.input, shape, attrs.eps)
         if x.weight is None
-        else fused_rms_norm_affine(x.input, x.weight, shape, attrs.eps)
+        else getattr(apex, f"{name}_affine")(x.input, *weights, shape, attrs.eps)
     )
     return out
 
 
-def _layer_norm(x: Operands, attrs: NormAttrs) -> torch.Tensor:
-    from apex.normalization.fused_layer_norm import fused_layer_norm, fused_layer_norm_affine
-
-    shape = (x.input.shape[-1],)
-    out: torch.Tensor = (
-        fused_layer_norm(x.input, shape, attrs.eps)
-        if x.weight is None
-        else fused_layer_norm_affine(x.input, x.weight, x.bias, shape, attrs.eps)
-    )
-    return out
-
-
-norm = library_norm("apex_rms_norm", _rms_norm, _takes, kernel_id="apex.rms_norm")
-layer_norm = library_norm("apex_layer_norm", _layer_norm, _takes, kernel_id="apex.layer_norm")
+norm = library_norm("apex_rms_norm", _norm, _takes, kernel_id="apex.rms_norm")
+layer_norm = library_norm("apex_layer_norm", _norm, _takes, kernel_id="apex.layer_norm")

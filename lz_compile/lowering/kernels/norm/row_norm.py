@@ -22,7 +22,6 @@ def library_norm(
     """The adapter of a library's function, over the op's operands and attributes.
 
     Args:
-        name: of the operator.
         run: calls the library, for rows that are not empty; its result may have any dtype and strides.
         takes: says of dtypes and numbers what no descriptor can; PyTorch computes the rest.
         kernel_id: under which name it is retired when it fails.

@@ -29,8 +29,6 @@ def run(x: Operands, attrs: PagedAttentionAttrs, *, rows: int = 0, keys: int = 0
     """The op (see ``lowering/ops/paged_attention.py``).
 
     Args:
-        x: the operands.
-        attrs: the attributes.
         rows: of a tile, a power of two from 16 on; 0 for what fits.
         keys: that are looked at at a time, likewise.
         parts: that a tile's keys are divided into.

@@ -154,12 +154,23 @@ class Gradients:
         self.wide = torch.promote_types(torch.promote_types(delta.dtype, x.dtype), torch.float32)
 
     def of(self, needed: Sequence[bool]) -> list[Tensor | None]:
-        """In the order of the operands, None for those that need none."""
-        ways = (
-            self._of_x, self._of_vh, self._of_u, self._of_delta, self._of_a_q, self._of_b_q, _none,
-            self._of_weight, self._of_bias, self._of_base, self._of_gate, _none, self._of_record,
-        )  # fmt: skip
-        return [way() if is_needed else None for way, is_needed in zip(ways, needed, strict=True)]
+        """In the order of the operands that are tensors, None for those that need none."""
+        ways: dict[str, Callable[[], Tensor]] = {
+            "x": self._of_x,
+            "vh": lambda: self._scaled(self.dk).T @ self.rows,
+            "u": lambda: self.dy.T @ self._scaled(self.a),
+            "delta": self._of_delta,
+            "a_q": lambda: self.columns[:, self.rank :].T @ self.rows,
+            "b_q": self._of_b_q,
+            "weight": lambda: self.dy.T @ self.rows,
+            "bias": lambda: self.dy.sum(0),
+            "base": lambda: self.gradient,
+            "gate": self._of_gate,
+            "record": self._of_record,
+        }
+        names = (name for name in Operands.names if name != "num_rollouts")
+        pairs = zip(names, needed, strict=True)
+        return [ways[name]() if is_needed and name in ways else None for name, is_needed in pairs]
 
     # ---- what is shared --------------------------------------------------------------------------------------------
 
@@ -172,11 +183,6 @@ class Gradients:
     def dk(self) -> Tensor:
         """Of the kept adapter."""
         return self.columns[:, : self.rank]
-
-    @property
-    def dq(self) -> Tensor:
-        """Of the quarantine."""
-        return self.columns[:, self.rank :]
 
     @cached_property
     def direction(self) -> Tensor:
@@ -236,12 +242,6 @@ class Gradients:
         found = self.steps.expand(self.columns, rows, place, self.keep, self.vh, self.a_q, start)
         return found.view(self.x.shape)
 
-    def _of_vh(self) -> Tensor:
-        return self._scaled(self.dk).T @ self.rows
-
-    def _of_u(self) -> Tensor:
-        return self.dy.T @ self._scaled(self.a)
-
     def _scaled(self, columns: Tensor) -> Tensor:
         rows, place = factors(self.delta, self.gate, self.place, self.x.dtype)
         return scaled(columns, rows, place, self.keep).to(self.x.dtype)
@@ -250,22 +250,10 @@ class Gradients:
         found = self.decided[0] if self.attrs.arm == "grad" else self.by_rollout.sum(0)
         return found.to(self.delta.dtype)
 
-    def _of_a_q(self) -> Tensor:
-        return self.dq.T @ self.rows
-
     def _of_b_q(self) -> Tensor:
         return (
             self.q.T @ self.dy
         ).T.contiguous()  # MKL took 0.8 of the time of dy^T @ q at 2,048 tokens and 32 columns
-
-    def _of_weight(self) -> Tensor:
-        return self.dy.T @ self.rows
-
-    def _of_bias(self) -> Tensor:
-        return self.dy.sum(0)
-
-    def _of_base(self) -> Tensor:
-        return self.gradient
 
     def _of_gate(self) -> Tensor:
         assert self.gate is not None, "what has a gradient is given"
@@ -305,7 +293,3 @@ class Gradients:
         both = torch.cat((of_tokens.unsqueeze(1), ones), 1)
         total = segments(both, self.place, count, self.tokens.length)[: self.tokens.rollouts]
         return total[:, 0] / total[:, 1].clamp_min(EPS)
-
-
-def _none() -> None:
-    return None

@@ -8,9 +8,10 @@ updates that do not write along what they erase, are computed by PyTorch in chun
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import reduce
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -29,10 +30,11 @@ ASIDE = 4.0
 #: By its name in the op, every operand ``[B, T, H, K | V | 1]``, and the state ``[B, H, K, V]`` in float32.
 Given: TypeAlias = dict[str, torch.Tensor]
 Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-Call: TypeAlias = Callable[[Given], Results]
+#: What a function of the library takes, by position.
+Arguments: TypeAlias = tuple[torch.Tensor | None, ...]
 
 
-def _scan_by(call: Call, *, is_factored: bool) -> Kernel:
+def _scan_by(call: Callable[[Given], Results], *, is_factored: bool) -> Kernel:
     """The op by one of the library's kernels."""
 
     def scan(x: Operands, attrs: ScanAttrs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -96,72 +98,47 @@ def _factored(found: Given, decay: torch.Tensor | None) -> tuple[torch.Tensor, t
 # ---- calls -----------------------------------------------------------------------------------------------------------
 
 
-def _called(function: Callable[..., Any], state: torch.Tensor | None, *given: torch.Tensor, **named: Any) -> Any:
-    """Reads and the last state by a function of the library, whose query is scaled already."""
-    return function(*given, **named, scale=1.0, initial_state=state, output_final_state=True)
-
-
-def _simple_gla(x: Given) -> Results:
-    from fla.ops.simple_gla import chunk_simple_gla
-
-    decay = x["log_decay"].squeeze(-1) if "log_decay" in x else None
-    found: Results = _called(chunk_simple_gla, x.get("state"), x["query"], x["left"], x["right"], g=decay)
-    return found
-
-
-def _gla(x: Given) -> Results:
-    from fla.ops.gla import chunk_gla
-
-    found: Results = _called(chunk_gla, x.get("state"), x["query"], x["left"], x["right"], x["log_decay"])
-    return found
-
-
-def _kda(x: Given) -> Results:
-    from fla.ops.kda import chunk_kda
-
-    given = x["query"], x["key"], x["right"], x["log_decay"], x["beta"]
-    found: Results = _called(chunk_kda, x.get("state"), *given)
-    return found
-
-
-def _gated_delta_rule(x: Given) -> Results:
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
-
-    given = x["query"], x["key"], x["right"], x["log_decay"].squeeze(-1), x["beta"]
-    found: Results = _called(chunk_gated_delta_rule, x.get("state"), *given)
-    return found
-
-
-def _delta_rule(x: Given) -> Results:
-    from fla.ops.delta_rule import chunk_delta_rule
-
-    given = x["query"], x["key"], x["right"], x["beta"].to(x["key"].dtype)
-    found: Results = _called(chunk_delta_rule, x.get("state"), *given)
-    return found
-
-
-def _dplr_delta_rule(x: Given) -> Results:
+def _dplr(x: Given) -> Arguments:
     """``S' = diag(exp(gk)) S + b (a^T S) + k v^T``: what is written need not lie along what is erased."""
-    from fla.ops.generalized_delta_rule import chunk_dplr_delta_rule
-
     query, left = x["query"], x["left"]
     decay = x["log_decay"].expand_as(query) if "log_decay" in x else torch.zeros_like(query)
-    given = query, left, x["right"], x["erase"], -left, decay
-    found: Results = _called(chunk_dplr_delta_rule, x.get("state"), *given)
-    return found
+    return query, left, x["right"], x["erase"], -left, decay
 
 
-def _adapter(name: str, call: Call, *, is_factored: bool = False) -> Kernel:
-    scan = _scan_by(call, is_factored=is_factored)
-    kernel_id = f"fla.{name}"
+def _per_head(x: Given) -> torch.Tensor | None:
+    """Logarithms of decays that are one for each head."""
+    return x["log_decay"].squeeze(-1) if "log_decay" in x else None
+
+
+def _adapter(module: str, name: str, given: Callable[[Given], Arguments], *, is_factored: bool = False) -> Kernel:
+    """The op by a function of the library, of what it is ``given``: reads and the last state. Its query is scaled already."""
+
+    def call(x: Given) -> Results:
+        function = getattr(importlib.import_module(f"fla.ops.{module}"), name)
+        reads, last = function(*given(x), scale=1.0, initial_state=x.get("state"), output_final_state=True)
+        return reads, last
+
+    scan, kernel_id = _scan_by(call, is_factored=is_factored), f"fla.{name}"
     return kernel_operator(
         f"fla_{name}", op, scan, backward=asked(op, scan), fallback=in_few_steps, kernel_id=kernel_id
     )
 
 
-simple_gla = _adapter("chunk_simple_gla", _simple_gla)
-gla = _adapter("chunk_gla", _gla)
-kda = _adapter("chunk_kda", _kda, is_factored=True)
-gated_delta_rule = _adapter("chunk_gated_delta_rule", _gated_delta_rule, is_factored=True)
-delta_rule = _adapter("chunk_delta_rule", _delta_rule, is_factored=True)
-dplr_delta_rule = _adapter("chunk_dplr_delta_rule", _dplr_delta_rule)
+simple_gla = _adapter("simple_gla", "chunk_simple_gla", lambda x: (x["query"], x["left"], x["right"], _per_head(x)))
+gla = _adapter("gla", "chunk_gla", lambda x: (x["query"], x["left"], x["right"], x["log_decay"]))
+kda = _adapter(
+    "kda", "chunk_kda", lambda x: (x["query"], x["key"], x["right"], x["log_decay"], x["beta"]), is_factored=True
+)
+gated_delta_rule = _adapter(
+    "gated_delta_rule",
+    "chunk_gated_delta_rule",
+    lambda x: (x["query"], x["key"], x["right"], _per_head(x), x["beta"]),
+    is_factored=True,
+)
+delta_rule = _adapter(
+    "delta_rule",
+    "chunk_delta_rule",
+    lambda x: (x["query"], x["key"], x["right"], x["beta"].to(x["key"].dtype)),
+    is_factored=True,
+)
+dplr_delta_rule = _adapter("generalized_delta_rule", "chunk_dplr_delta_rule", _dplr)

@@ -20,7 +20,7 @@ from torch._higher_order_ops.scan import ScanAutogradImpl
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import as_size
-from lz_compile.lowering.checkpointed_scan import CHUNK_NOTE, checkpointed_scan
+from lz_compile.lowering.checkpointed_scan import CHUNK_NOTE, checkpointed_scan, one_by_one
 from lz_compile.passes.editing.edit import RefutedError, Rewrite
 from lz_compile.passes.formula.moves import order_in_memory
 from lz_compile.passes.graph.effects import Effects
@@ -326,8 +326,8 @@ def _compare(node: fx.Node, body: fx.GraphModule, *, doubled: bool) -> None:
         known = random_inputs(nodes, 0, positive=False, doubled=doubled, with_grad=False).values
         given = [[known.get(each, each) for each in part] for part in parts]
         for steps in _TRIED:
-            expected = _results(partial(_looped, body), given, steps)
-            found = _results(partial(_checkpointed, body), given, steps)
+            expected = _results(partial(one_by_one, body), given, steps)
+            found = _results(lambda init, xs, more: checkpointed_scan(body, init, xs, more, _CHUNK), given, steps)
             for one, other in zip(expected, found, strict=True):
                 if not torch.allclose(one, other, rtol=tolerance, atol=tolerance * _size(one), equal_nan=True):
                     raise RefutedError("a loop is another one where steps are computed again backwards")
@@ -335,19 +335,6 @@ def _compare(node: fx.Node, body: fx.GraphModule, *, doubled: bool) -> None:
 
 def _size(found: Tensor) -> float:
     return float(found.abs().nan_to_num(posinf=0.0).max()) if found.numel() else 0.0
-
-
-def _looped(body: Callable[..., Any], init: list[Any], xs: list[Any], additional: list[Any]) -> list[Tensor]:
-    carry, found = init, []
-    for now in zip(*(each.unbind(0) for each in xs), strict=True):
-        made = body(*carry, *now, *additional)
-        carry = list(made[: len(init)])
-        found.append(made[len(init) :])
-    return [*carry, *(torch.stack(each) for each in zip(*found, strict=True))]
-
-
-def _checkpointed(body: Any, init: list[Any], xs: list[Any], additional: list[Any]) -> tuple[Tensor, ...]:
-    return checkpointed_scan(body, init, xs, additional, _CHUNK)
 
 
 def _results(run: Callable[..., Any], given: list[list[Any]], steps: int) -> list[Tensor]:
