@@ -17,9 +17,9 @@ from torch import fx
 
 from lz_compile.ground.sizes import product
 from lz_compile.passes.formula import contraction
-from lz_compile.passes.formula.activations import AT_LEAST, BENDS
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of, regroup
+from lz_compile.passes.formula.bends import AT_LEAST, BENDS
 from lz_compile.passes.formula.edge import Edge, behind_casts
 from lz_compile.passes.formula.expressions import tidy
 from lz_compile.passes.formula.pointwise import Rule

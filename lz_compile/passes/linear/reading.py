@@ -9,25 +9,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 import sympy
 import torch
 from torch import fx
 
-from lz_compile.lowering.ops.linear import FLOAT8, Packing
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of
 from lz_compile.passes.formula.contraction import PRODUCTS, Contraction, Factor
-from lz_compile.passes.formula.expressions import CASTS
+from lz_compile.passes.formula.expressions import CASTS, Values
 from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
 from lz_compile.passes.formula.places import Fixed, has_fixed_index, paired
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.subclasses import is_subclass
-from lz_compile.passes.graph.view import known_tensor, reached, tensor_of
+from lz_compile.passes.graph.view import is_floating, known_tensor, reached, tensor_of
 from lz_compile.passes.linear.bits import BITS, CODE, HIGH, LOW, Indexed, has_bits
 from lz_compile.passes.linear.unpacked import Unpacked, less_shifted, numbers_of
 
+#: One number in each element, or two in a byte, by the words of the op: mypy holds the two alike.
+Packing: TypeAlias = Literal["none", "low_first", "high_first", "low_half", "high_half"]
 #: Dtypes of what is stored.
 STORED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
 #: So many calls are followed up from a weight, which no unpacking has.
@@ -83,7 +85,9 @@ def storage_of(effects: Effects, node: fx.Node) -> fx.Node | None:
     return max(found, key=lambda each: tensors[each].numel(), default=None)
 
 
-def read_weight(effects: Effects, product: Contraction, factor: Factor, storage: fx.Node | None) -> Weight:
+def read_weight(
+    effects: Effects, product: Contraction, factor: Factor, storage: fx.Node | None, known: Values
+) -> Weight:
     """What ``factor`` of a product is made of: of what is stored, or of whole numbers that were unpacked from that.
 
     Raises:
@@ -95,7 +99,7 @@ def read_weight(effects: Effects, product: Contraction, factor: Factor, storage:
     refusal: RefusedError | LayoutError = LayoutError("nothing of few bits is stored")
     if storage is not None:
         try:
-            return _read_stored(effects, product, factor, storage)
+            return _read_stored(effects, product, factor, storage, known)
         except (RefusedError, LayoutError) as error:
             refusal = error
     if unpacked is None:
@@ -103,7 +107,7 @@ def read_weight(effects: Effects, product: Contraction, factor: Factor, storage:
     shifted = less_shifted(effects, unpacked)
     numbers = unpacked if shifted is None else shifted
     try:
-        return _read_plain(effects, product, factor, numbers.node, numbers)
+        return _read_plain(effects, product, factor, numbers.node, known, numbers)
     except RefusedError as error:
         raise (refusal if storage is not None else error) from error
     except LayoutError as error:
@@ -113,7 +117,7 @@ def read_weight(effects: Effects, product: Contraction, factor: Factor, storage:
         raise RefusedError("NOT_DEQUANTISED", text, "give the weight a fixed size, or unpack it row by row") from error
 
 
-def _read_stored(effects: Effects, product: Contraction, factor: Factor, storage: fx.Node) -> Weight:
+def _read_stored(effects: Effects, product: Contraction, factor: Factor, storage: fx.Node, known: Values) -> Weight:
     stored = tensor_of(storage)
     assert stored is not None, "what is stored is a tensor"
     if stored.dtype == torch.uint8 and _is_even(product.summed):
@@ -121,14 +125,19 @@ def _read_stored(effects: Effects, product: Contraction, factor: Factor, storage
             found = _read_packed(effects, product, factor, storage, _out(product, factor), is_first=is_first)
             if found is not None:
                 return found
-    return _read_plain(effects, product, factor, storage)
+    return _read_plain(effects, product, factor, storage, known)
 
 
 def _read_plain(
-    effects: Effects, product: Contraction, factor: Factor, storage: fx.Node, unpacked: Unpacked | None = None
+    effects: Effects,
+    product: Contraction,
+    factor: Factor,
+    storage: fx.Node,
+    known: Values,
+    unpacked: Unpacked | None = None,
 ) -> Weight:
     """The weight of a number in each element."""
-    region = Indexed(effects, expand_masks=True, stops={storage}, functions=BITS)
+    region = Indexed(effects, expand_masks=True, stops={storage}, functions=BITS, known=known)
     expression = region.express(factor.node, factor.dims, product.call.node)
     out = _out(product, factor)
     found = _weight(region, expression, storage, "none", out, product.summed, product.summed)
@@ -261,8 +270,8 @@ def _unread(region: Region, storage: fx.Node) -> tuple[str, str]:
 
 def _is_rounded(effects: Effects, node: fx.Node) -> bool:
     """Whether a call casts to floats of eight bits."""
-    call, tensor = effects.calls[node], tensor_of(node)
-    return call is not None and call.name in CASTS and tensor is not None and tensor.dtype in FLOAT8
+    call = effects.calls[node]
+    return call is not None and call.name in CASTS and is_floating(node) and known_tensor(node).dtype in STORED
 
 
 def _ordered(region: Region, scale: sympy.Expr, summand: sympy.Expr, columns: tuple[Axis, ...]) -> fx.Node | None:

@@ -20,7 +20,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.formula.expressions import constant_value, is_cast
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of
-from lz_compile.passes.mlp.gated_form import Form
+from lz_compile.passes.mlp.recogniser import Activation
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Cell, Found, Input, Match, Site, TableEmitter, Trial
@@ -48,8 +48,9 @@ class MlpEmitter(TableEmitter):
     halves: Axis | None = None
 
     @classmethod
-    def of(cls, effects: Effects, form: Form, leaves: Mapping[str, Leaf], output_dims: Dims, core: Core) -> MlpEmitter:
+    def of(cls, read: Activation, core: Core) -> MlpEmitter:
         """What was read, over the axes of the gate; the last dimension's are the columns."""
+        form, leaves = read.form, read.leaves
         dims = leaves["gate"].dims
         hidden = axes_of(dims[-1:])
         rows = tuple(axis for axis in axes_of(dims) if axis not in hidden)
@@ -61,10 +62,10 @@ class MlpEmitter(TableEmitter):
             limit=form.limit,
             up_offset=form.up_offset,
             **_packing(leaves),
-            compute_dtype=_compute_dtype(effects, core, {leaf.node for leaf in leaves.values()}),
+            compute_dtype=_compute_dtype(read.region.effects, core, {leaf.node for leaf in leaves.values()}),
             out_dtype=known_tensor(core.output).dtype,
         )
-        return cls(leaves, rows, hidden, core.output, output_dims, attrs)
+        return cls(leaves, rows, hidden, core.output, read.output_dims, attrs)
 
     @classmethod
     def of_halves(cls, leaf: Leaf, halves: Axis, dims: Dims, at: int, output: fx.Node) -> MlpEmitter:

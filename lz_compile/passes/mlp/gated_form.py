@@ -1,26 +1,31 @@
 """An expression in one or two rows as an MLP's activation, by its values: ``activation(gate + a) * (up + b)``.
 
-The slope in one row, at all points of the other, names the activation and tells which of the rows is the gate; whatever is
-added to either follows from a few more values. The form that is found must then agree with the expression at points where
-all of its symbols differ.
+``x * sigmoid(x)``, ``x / (1 + exp(-x))`` and ``F.silu(x)`` have the same values at every point, so they are one function;
+no list of spellings is kept. The slope in one row, at all points of the other, names the activation and tells which of the
+rows is the gate; whatever is added to either follows from a few more values. The form that is found must then agree with the
+expression at points where all of its symbols differ.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import sympy
 import torch
 
-from lz_compile.lowering.ops.mlp import MlpAttrs, Operands, compute
-from lz_compile.passes.formula.activations import AT_LEAST, AT_MOST, agree, evaluate, name_of_values, points
+from lz_compile.lowering.ops.mlp import ACTIVATIONS, MlpAttrs, Operands, compute
+from lz_compile.passes.formula.bends import AT_LEAST, AT_MOST, evaluate, tensor
 
 #: Activations that are MLPs by themselves, without a second factor; others are gates, or routers.
 PLAIN = frozenset({"silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared", "mish"})
 _LOW, _HIGH = 0.25, 0.75
+#: Values differ where they differ by more than this, relative to their size: constants in sources have few digits.
+TOLERANCE = 1e-6
+_REACH = 12.0
 
 
 @dataclass(frozen=True)
@@ -108,3 +113,42 @@ def _values(form: Form, samples: Mapping[sympy.Symbol, torch.Tensor]) -> torch.T
     given = {name: getattr(form, name) for name in Operands.names}
     x = Operands(**{name: samples[each] for name, each in given.items() if each is not None})
     return compute(x, attrs, torch.float64)
+
+
+@cache
+def points() -> torch.Tensor:
+    """Where functions are compared, in float64: dense where activations bend, and far to both sides, where clamps show.
+
+    None of them is zero, where a choice between two equal values is free.
+    """
+    near = torch.linspace(-_REACH, _REACH, 44, dtype=torch.float64, device="cpu")
+    bends = [sign * 10.0**power for sign in (-1, 1) for power in (-3, -2, -1)]
+    far = [sign * size for sign in (-1, 1) for size in (31.0, 257.0, 3e3, 7e4)]
+    return torch.cat([near, torch.tensor([*bends, *far], dtype=torch.float64, device="cpu")])
+
+
+@cache
+def _table() -> Mapping[str, torch.Tensor]:
+    """The values of every activation."""
+    return {name: function(points()) for name, function in ACTIVATIONS.items()}
+
+
+def agree(first: Any, second: torch.Tensor, where: torch.Tensor | None = None) -> bool:
+    """Whether values are equal. A value that overflows on its way may be anything, where ``where`` (the point) is far."""
+    first = tensor(first).expand(second.shape)
+    near = (first - second).abs() <= TOLERANCE * (1 + second.abs())
+    if where is not None:
+        near |= ~first.isfinite() & (where.abs() > _REACH)
+    return bool(near.all())
+
+
+def name_of_values(values: Any, limits: Iterable[float] = ()) -> tuple[str, float | None] | None:
+    """The activation that has these values at :func:`points`, and the one of ``limits`` that its argument is held to."""
+    for name, known in _table().items():
+        if agree(values, known, points()):
+            return name, None
+    for limit in limits:
+        for name, function in ACTIVATIONS.items():
+            if agree(values, function(points().clamp(max=limit)), points()):
+                return name, limit
+    return None

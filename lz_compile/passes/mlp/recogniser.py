@@ -2,35 +2,40 @@
 
 The anchor is the last operation of a pointwise function of one or two projections: the product of the activated gate and the
 other row, or the activation itself. Which function it is, its values say (:mod:`gated_form`). The projections before and
-after it are not part of the op.
+after it are not part of the op. What becomes superfluous, whoever asks for matches asks of what was found (:mod:`matching`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula.activations import BENDS
 from lz_compile.passes.formula.algebra import Leaf, Region
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fresh
+from lz_compile.passes.formula.axes import Dims, axes_of, fresh
+from lz_compile.passes.formula.bends import BENDS
 from lz_compile.passes.formula.expressions import is_cast
-from lz_compile.passes.formula.projections import Supports, projection, rearranges
+from lz_compile.passes.formula.projections import Supports, rearranges
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
-from lz_compile.passes.mlp.emitter import MlpEmitter
+from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.mlp.gated_form import Form, read_form
-from lz_compile.passes.rewriting.core import Core, core_between
-from lz_compile.passes.rewriting.match import Driver, Match, Outcome
-from lz_compile.passes.rewriting.twins import Twins
-
-OP = "mlp"
 
 
-def read_activation(effects: Effects, supports: Supports, anchor: fx.Node) -> Match:
+@dataclass(frozen=True)
+class Activation:
+    """An activation of ``leaves``, which are of ``region``, by the names of the op's operands; ``output`` has the result."""
+
+    region: Region
+    form: Form
+    leaves: Mapping[str, Leaf]
+    output: fx.Node
+    output_dims: Dims
+
+
+def recognise(effects: Effects, supports: Supports, anchor: fx.Node) -> Activation:
     """The activation that ends in ``anchor``.
 
     Raises:
@@ -51,28 +56,7 @@ def read_activation(effects: Effects, supports: Supports, anchor: fx.Node) -> Ma
     hidden = set(axes_of(leaves["gate"].dims[-1:]))
     if any(leaf.axes != hidden for name, leaf in leaves.items() if name.endswith("bias")):
         raise RefusedError("BIAS_NOT_A_ROW", "a bias is not one number per column", "add it to the projection")
-    core = _core(region, [leaves[name].node for name in ("gate", "up") if name in leaves], anchor)
-    return MlpEmitter.of(effects, form, leaves, dims, core).match(OP, core, region.interior)
-
-
-def read_halves(effects: Effects, call: Call) -> Match:
-    """``F.glu``: the first half of a tensor times the sigmoid of the second.
-
-    Raises:
-        RefusedError: the tensor is overwritten.
-        LayoutError: it is no call on a tensor of floating-point numbers.
-    """
-    source, tensor, at = tensor_of(call.input), tensor_of(call.node), call.get("dim", -1)
-    if source is None or tensor is None or not isinstance(at, int) or not tensor.is_floating_point():
-        raise LayoutError("halves of what is no tensor")
-    if 0 in shape_of(tensor):
-        raise LayoutError("nothing to halve")
-    at %= source.dim()
-    halves, dims = Axis(2), fresh(shape_of(tensor))
-    leaf = Leaf(effects.current(call.input, call.node), (*dims[:at], (halves, *dims[at]), *dims[at + 1 :]))
-    core = Core((call.node,), effects.ambient(call.node))
-    core.check(effects, {leaf.node: call.node})
-    return MlpEmitter.of_halves(leaf, halves, dims, at, call.node).match(OP, core, {call.node: dims})
+    return Activation(region, form, leaves, anchor, dims)
 
 
 @dataclass(frozen=True)
@@ -129,89 +113,3 @@ def _is_transparent(region: Region, node: fx.Node) -> bool:
     """Whether a call only casts or rearranges."""
     call = region.effects.calls[node]
     return call is not None and (is_cast(call) or rearranges(call))
-
-
-def _core(region: Region, rows: list[fx.Node], anchor: fx.Node) -> Core:
-    """The nodes between rows and result.
-
-    Raises:
-        RefusedError: someone else needs one of them, a mode changes, or an operand is overwritten.
-    """
-    effects = region.effects
-    core = core_between(effects, rows, region.interior, anchor)
-    if any(effects.ambient(node) != core.ambient for node in core.nodes):
-        raise RefusedError("MODE_CHANGES_INSIDE", "autocast or gradient mode changes inside", "change it outside")
-    edge = {leaf.node for leaf in region.leaves.values()}
-    core.check(
-        effects,
-        {node: region.readers.get(node, anchor) for node in edge},
-        if_used="use the activation for its product only",
-    )
-    return core
-
-
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
-    """Every activation of an MLP in ``graph``, and every product that looks like a gated one's, with the reason."""
-    missed: set[fx.Node] = set()
-    reader = _Reader(effects, Supports(effects), Twins(effects))
-    driver = Driver(OP, reader.is_meant)
-    for found in driver.walk(reversed(graph.nodes), reader.is_last, reader.read):  # the last operation is met first
-        if not isinstance(found, NearMiss):
-            yield found
-            continue
-        if found.node not in missed:  # no part of another one that was refused
-            yield found
-        missed.update(reader.supports.behind(found.node))
-
-
-@dataclass
-class _Reader:
-    """Activations of one graph; equal layers are read once."""
-
-    effects: Effects
-    supports: Supports
-    twins: Twins
-
-    def is_last(self, node: fx.Node) -> bool:
-        """Whether a call may be the last one of an activation."""
-        return self.effects.calls[node] is not None and (self._is_glu(node) or self.supports.is_candidate(node))
-
-    def read(self, anchor: fx.Node) -> Match | NearMiss | None:
-        """What an anchor is.
-
-        Raises:
-            RefusedError: it is no activation of an MLP, with the reason.
-            MutatedError: an alias of a value was overwritten before it is read.
-            LayoutError: a layout has no exact form in axes.
-        """
-        if self._is_glu(anchor):
-            return self.twins.read((anchor,), lambda: read_halves(self.effects, self._call(anchor)))
-        return self.twins.read((anchor,), lambda: read_activation(self.effects, self.supports, anchor))
-
-    def is_meant(self, anchor: fx.Node, refusal: RefusedError) -> bool:
-        """Whether a refused anchor is clearly meant to be an activation of an MLP."""
-        is_known = self._is_glu(anchor) or len(self.supports.of(anchor).rows) == 2
-        return (refusal.reason.code != "NO_MLP" and is_known) or self._is_gated(anchor)
-
-    def _call(self, anchor: fx.Node) -> Call:
-        call = self.effects.calls[anchor]
-        assert call is not None, "an anchor is a call"
-        return call
-
-    def _is_glu(self, anchor: fx.Node) -> bool:
-        return self._call(anchor).name == "glu"
-
-    def _is_gated(self, anchor: fx.Node) -> bool:
-        """Whether an anchor multiplies a bent projection by another one of the same input and size."""
-        operands = anchor.all_input_nodes
-        factors = [self.supports.of(node) for node in operands]
-        if self._call(anchor).name != "mul" or len(factors) != 2 or sum(factor.is_bent for factor in factors) != 1:
-            return False
-        if any(len(factor.rows) != 1 or factor.given for factor in factors) or factors[0].rows == factors[1].rows:
-            return False
-        tensors = [tensor for tensor in map(tensor_of, (anchor, *operands)) if tensor is not None]
-        if len({shape_of(tensor) for tensor in tensors}) != 1:
-            return False
-        products = [projection(self.effects, row) for factor in factors for row in factor.rows]
-        calls = [None if node is None else self.effects.calls.get(node) for node in products]
-        return all(each is not None and each.input is calls[0].input for each in calls)  # type: ignore[union-attr]

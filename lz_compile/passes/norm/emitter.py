@@ -18,6 +18,7 @@ from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.moments import CALLS, Moments
 from lz_compile.passes.formula.normal_form import NormalForm
 from lz_compile.passes.graph.view import known_tensor, tensor_of
+from lz_compile.passes.norm.recogniser import Normalised
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Cell, Found, Input, Match, Site, TableEmitter, Trial
@@ -46,10 +47,10 @@ class NormEmitter(TableEmitter):
     attrs: NormAttrs
 
     @classmethod
-    def of(
-        cls, region: Region, moments: Moments, form: NormalForm, output: fx.Node, output_dims: Dims, core: Core
-    ) -> NormEmitter:
+    def of(cls, read: Normalised, core: Core) -> NormEmitter:
         """What was read, with gain and shift told apart into operands of kernels and what comes after."""
+        moments, form, output = read.moments, read.form, read.output
+        region = moments.region
         own = axes_of(moments.dims)
         hidden = tuple(axis for axis in own if axis in moments.hidden)
         # A weight has one number for each element of a row, and the same for all rows.
@@ -74,7 +75,7 @@ class NormEmitter(TableEmitter):
         )
         source = Leaf(moments.source, moments.dims)
         rows = tuple(axis for axis in own if axis not in moments.hidden)
-        return cls(region, source, rows, hidden, weight, bias, after_gain, after_shift, output, output_dims, attrs)
+        return cls(region, source, rows, hidden, weight, bias, after_gain, after_shift, output, read.output_dims, attrs)
 
     def edge(self) -> dict[fx.Node, Dims]:
         """The nodes that the replacement reads, with their axes."""

@@ -14,9 +14,9 @@ from torch import fx
 from lz_compile.ground.sizes import product
 from lz_compile.lowering.ops.rope import SHAPES, Operands, RopeAttrs, RopeFacts, joined
 from lz_compile.passes.formula.algebra import Leaf
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of
-from lz_compile.passes.formula.parts import Known
-from lz_compile.passes.formula.places import FixedIndex, affine, has_fixed_index
+from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
+from lz_compile.passes.formula.expressions import Known
+from lz_compile.passes.formula.places import FixedIndex, affine, evenly, has_fixed_index
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
@@ -178,7 +178,7 @@ def _leaf(builder: Builder, leaf: Leaf, groups: Groups) -> Any:
             found.append(dim)
             continue
         offset, terms = affine(dim)
-        step, stop = _run(terms)
+        step, stop = evenly(terms)
         index = [slice(None)] * len(dims)
         index[position] = slice(offset, offset + stop, step)
         value = value[tuple(index)]
@@ -189,28 +189,6 @@ def _leaf(builder: Builder, leaf: Leaf, groups: Groups) -> Any:
         value = value.diagonal(0, one, other)
         found = [*(dim for dim in found if dim != twice), twice]
     return builder.arrange(value, tuple(found), groups)
-
-
-def _run(terms: tuple[tuple[Axis, int], ...]) -> tuple[int, int]:
-    """Step and extent of elements that are evenly spaced; LayoutError where they are not."""
-    step = distance = terms[-1][1] if terms else 1
-    for axis, stride in reversed(terms):
-        if stride != distance:
-            raise LayoutError("a part that is no slice")
-        distance = stride * axis.size
-    return step, distance - step + 1 if terms else 1
-
-
-def check(rotation: Rotation) -> None:
-    """That every table can be cut out of what holds it.
-
-    Raises:
-        LayoutError: one cannot.
-    """
-    for table in (rotation.cos, rotation.sin):
-        for leaf in table.leaves.values():
-            for dim in leaf.dims:
-                _run(affine(dim)[1] if has_fixed_index(dim) else ())
 
 
 def _dtype(table: Table) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,13 +10,12 @@ import torch
 from torch import fx
 
 from lz_compile.lowering.ops.routing import SHAPES, Operands, RoutingAttrs, RoutingFacts
-from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, TableEmitter, Trial
-from lz_compile.passes.routing.cosine_mask import Cosine
+from lz_compile.passes.routing.recogniser import Operand, Routed
 
 Run = tuple[Axis, ...]
 #: Operands that are multiplied as matrices, in one dtype.
@@ -24,20 +23,10 @@ _MATRICES = ("x", "vh", "u", "a_q", "b_q", "weight")
 
 
 @dataclass(frozen=True)
-class Operand:
-    """One of the tensors that make up an operand, times a number; ``is_detached``: without its gradient."""
-
-    leaf: Leaf
-    is_detached: bool
-    number: float = 1.0
-
-
-@dataclass(frozen=True)
 class RoutingEmitter(TableEmitter):
     """``op(x, vh, u, delta, a_q, b_q, ...)``; every operand is a product of tensors (the base: a sum).
 
-    ``ties`` are axes that are others by another name: each product has its own for what it sums over. ``unread`` is what the
-    source reads although it makes no difference.
+    ``ties`` and ``unread`` are as they were read.
     """
 
     result_shape: ClassVar = "G S E"
@@ -52,24 +41,14 @@ class RoutingEmitter(TableEmitter):
     unread: Mapping[fx.Node, Dims]
 
     @classmethod
-    def of(
-        cls,
-        parts: Mapping[str, tuple[Operand, ...]],
-        output_dims: Dims,
-        output: fx.Node,
-        core: Core,
-        products: Sequence[fx.Node],
-        ties: Mapping[Axis, Axis],
-        cosine: Cosine | None,
-        unread: Mapping[fx.Node, Dims],
-    ) -> RoutingEmitter:
+    def of(cls, read: Routed, core: Core) -> RoutingEmitter:
         """What was read, over the axes of the result."""
-        parts = {name: own for name, own in parts.items() if own}
-        runs = _runs(parts, output_dims)
-        kinds = [tensor.dtype for tensor in map(tensor_of, products) if tensor is not None]
+        parts, cosine = {name: own for name, own in read.operands.items() if own}, read.cosine
+        runs = _runs(parts, read.output_dims)
+        kinds = [tensor.dtype for tensor in map(tensor_of, read.products) if tensor is not None]
         gate = parts.get("gate")
         is_per_token = gate is not None and not set(runs["S"]).isdisjoint(axes_of(gate[0].leaf.dims))
-        out = known_tensor(output)
+        out = known_tensor(read.output)
         attrs = RoutingAttrs(
             arm="none" if cosine is None else "act",
             gate="none" if gate is None else "token" if is_per_token else "rollout",
@@ -79,7 +58,7 @@ class RoutingEmitter(TableEmitter):
             out_dtype=out.dtype,
         )
         matrix_dtype = max(kinds, key=lambda kind: kind.itemsize)
-        return cls(parts, runs, output, output_dims, matrix_dtype, attrs, ties, unread)
+        return cls(parts, runs, read.output, read.output_dims, matrix_dtype, attrs, read.ties, read.unread)
 
     def operands(self, builder: Builder) -> Operands:
         """Everything that there is, in the canonical layout."""
