@@ -27,8 +27,8 @@ from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.share import share_equal
 from lz_compile.passes.graph.view import EMITTED, needed, tensor_of
 from lz_compile.passes.layers.fold import fold_layers
-from lz_compile.passes.linear.emitter import LinearEmitter
 from lz_compile.passes.linear.kept import keep
+from lz_compile.passes.linear.matching import LinearEmitter
 from lz_compile.passes.loops.roll.roll import SCAN
 from lz_compile.passes.loops.roll.scan_outputs import (
     attach_states,

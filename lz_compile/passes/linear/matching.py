@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
 
 import sympy
+import torch
 from torch import fx
 
+from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
-from lz_compile.lowering.ops.linear import NATIVE
+from lz_compile.lowering.ops.linear import NATIVE, SHAPES, LinearAttrs, LinearFacts, Operands, packed
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Leaf, Region
-from lz_compile.passes.formula.axes import LayoutError, fresh
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.contraction import Factor
 from lz_compile.passes.formula.expressions import Values
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.linear import recogniser
-from lz_compile.passes.linear.emitter import LinearEmitter
-from lz_compile.passes.linear.form import brought
+from lz_compile.passes.linear.bits import Indexed
+from lz_compile.passes.linear.form import brought, is_transposed
 from lz_compile.passes.linear.reading import Weight, storage_of
 from lz_compile.passes.linear.recogniser import Dequantised
 from lz_compile.passes.linear.unpacked import numbers_of
 from lz_compile.passes.masks.constants import Constants, hold_the_same
+from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core, find_core
-from lz_compile.passes.rewriting.match import Driver, Match, Outcome
+from lz_compile.passes.rewriting.match import Cell, Driver, Found, Input, Match, Outcome, Site, TableEmitter, Trial
 from lz_compile.passes.rewriting.twins import Twins
 
 OP = "linear"
@@ -125,3 +129,145 @@ class _Reader:
         readers = {node: region.readers.get(node, anchor) for node in edge}
         core.check(self.effects, readers, if_used="use the dequantised weight for one product only")
         return core
+
+
+@dataclass(frozen=True)
+class LinearEmitter(TableEmitter):
+    """``op(input, weight, scale, zero, offset, bias)`` over the rows of the input."""
+
+    kind: ClassVar = Operands
+    result_shape: ClassVar = "N O"
+
+    given: Factor
+    weight: Weight
+    bias: Leaf | None
+    rows: tuple[Axis, ...]
+    output: fx.Node
+    output_dims: Dims
+    attrs: LinearAttrs
+
+    @classmethod
+    def of(cls, read: Dequantised, core: Core) -> LinearEmitter:
+        """What was read, over the axes of the result."""
+        dims, weight = read.output_dims, read.weight
+        rows = tuple(axis for axis in axes_of(dims) if axis not in set(weight.out))
+        numbers = meaning(weight)
+        dtypes = [known_tensor(node).dtype for node in core.nodes]
+        attrs = LinearAttrs(
+            packing=weight.packing,
+            is_transposed=weight.unpacked is None and not weight.is_kept and is_transposed(weight),
+            **{f"has_{name}": name in numbers for name in ("scale", "zero", "offset")},
+            has_bias=read.bias is not None,
+            has_codebook=weight.codebook is not None,
+            has_order=weight.order is not None,
+            is_native=weight.is_native,
+            compute_dtype=max((each for each in dtypes if each.is_floating_point), key=lambda each: each.itemsize),
+            out_dtype=known_tensor(core.output).dtype,
+        )
+        return cls(read.given, weight, read.bias, rows, core.output, dims, attrs)
+
+    @property
+    def runs(self) -> dict[str, tuple[Axis, ...]]:
+        """Rows, and those of the weight."""
+        weight = self.weight
+        return {"N": self.rows, "K": weight.columns, "O": weight.out, "W": weight.stored_columns, "G": weight.groups}
+
+    def operands(self, builder: Builder) -> Any:
+        """Those of the table; what is the same number everywhere is a tensor of one element."""
+        table = self.table()
+        given = {name: cell.value(builder) for name, cell in table.items()}
+        like = given["input"]
+        if self.weight.order is not None:
+            given["order"] = builder.value(self.weight.order).argsort(stable=True)
+        given["weight"] = self._formed(given["weight"], given.get("order"))
+        for name in ("scale", "zero", "offset"):
+            value = given.get(name)
+            if isinstance(value, float):
+                given[name] = like.new_full((1, 1), value, dtype=torch.float32)
+            elif value is not None and value.dim() == 0:
+                given[name] = value.reshape(1, 1)
+            elif value is not None and self.weight.is_kept:
+                given[name] = value.contiguous()
+        return Operands(**given)
+
+    def _formed(self, numbers: Any, order: Any) -> Any:
+        """The weight in the form that kernels get: see ``form.py``."""
+        weight, unpacked = self.weight, self.weight.unpacked
+        if order is not None:
+            numbers = numbers.index_select(1, order)
+        if weight.low is not None:
+            return packed(numbers - weight.low, weight.packing).contiguous()  # bytes lie as the numbers did
+        if unpacked is not None:
+            numbers = numbers.to(unpacked.dtype)
+        return numbers.contiguous() if weight.is_kept or unpacked is not None else numbers
+
+    def table(self) -> dict[str, Cell]:
+        """The input, what is stored, and what that means."""
+        weight = self.weight
+        table = {
+            "input": Cell(Leaf(self.given.node, self.given.dims), self.axes(SHAPES["input"])),
+            "weight": Cell(weight.leaf, self.axes(SHAPES["weight"])),
+        }
+        for name, what in meaning(weight).items():
+            table[name] = Cell(what, self.axes(SHAPES[name]), region=weight.region)
+        if weight.codebook is not None:
+            table["codebook"] = Cell(weight.codebook, (axes_of(weight.codebook.dims),))
+        if self.bias is not None:
+            table["bias"] = Cell(self.bias, self.axes(SHAPES["bias"]), is_whole=True)
+        return table
+
+    def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
+        """The finished match."""
+        weight, stored = self.weight, known_tensor(self.weight.leaf.node)
+        unpacked = weight.unpacked
+        inputs = {self.given.node: Input(self.given.dims)}
+        leaves = weight.region.leaves_in(*meaning(weight).values()).values()
+        for leaf in (*leaves, *(each for each in (self.bias, weight.codebook) if each is not None)):
+            inputs.setdefault(leaf.node, Input(leaf.dims, range=_range(known_tensor(leaf.node))))
+        drawn = _range(stored) if unpacked is None else (float(unpacked.bounds[0]), unpacked.bounds[1] + 1.0)
+        inputs[weight.leaf.node] = Input(weight.leaf.dims, range=drawn)
+        region, buffers = weight.region, tuple[fx.Node, ...]()
+        if isinstance(region, Indexed):
+            buffers = tuple(region.buffers)
+            is_shuffled = weight.order is not None
+            inputs |= {
+                node: Input(dims, counts=axis, is_shuffled=is_shuffled) for node, (dims, axis) in region.counts.items()
+            }
+        rows, columns, out, groups = self.extents("N K O G")
+        dtypes, device = (known_tensor(self.given.node).dtype, _stored_dtype(weight)), known_tensor(self.output).device
+        facts = LinearFacts(rows, columns, out, int(groups), *dtypes, device.type, core.wants_grad(inputs))
+        operands = {"input": self.given.node, "weight": weight.leaf.node}
+        pairs = () if weight.packing == "none" else atoms((*weight.columns, *weight.stored_columns))
+        pinned = frozenset((*pairs, *(() if weight.codebook is None else weight.codebook.axes)))
+        told = (Reason("WEIGHT_UNPACKED", f"in every call: {weight.unkept}"),) if weight.unkept else ()
+        return Match(
+            op,
+            Site.of(core, self.output_dims, read),
+            Found(self.attrs, facts, inputs, operands, self, buffers=buffers, notes=told),
+            Trial(masked_rows_count=False, pinned=pinned),
+        )
+
+
+def _stored_dtype(weight: Weight) -> torch.dtype:
+    """That of what kernels get."""
+    if weight.low is not None:
+        return torch.uint8
+    return known_tensor(weight.leaf.node).dtype if weight.unpacked is None else weight.unpacked.dtype
+
+
+def meaning(weight: Weight) -> dict[str, sympy.Expr]:
+    """What stored numbers mean, by the op's names: a summand is a zero point where it is a simple multiple of the scale."""
+    found = {} if weight.scale == 1 else {"scale": weight.scale}
+    if weight.summand != 0:
+        zero = sympy.cancel(-weight.summand / weight.scale)
+        is_simple = not sympy.fraction(zero)[1].free_symbols
+        found["zero" if is_simple else "offset"] = zero if is_simple else weight.summand
+    return found
+
+
+def _range(tensor: torch.Tensor) -> tuple[float, float] | None:
+    """From which number on, and up to which, proofs draw what is stored."""
+    if tensor.dtype.is_floating_point:
+        return (-8.0, 8.0) if tensor.dtype.itemsize == 1 else None
+    limits = torch.iinfo(tensor.dtype)
+    return (float(max(limits.min, -128)), min(limits.max, 255) + 1.0)

@@ -26,10 +26,17 @@ from lz_compile.passes.rewriting.match import Driver, Found, Input, Match, Outco
 from lz_compile.passes.rewriting.op_calls import CallEmitter, arguments_of, op_calls
 from lz_compile.passes.sampling.emitter import SamplingEmitter, check_repeatable
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, excerpt
-from lz_compile.passes.sampling.filters import OP, SOFTMAXES, Filter, FilterReader, softmax_input
 from lz_compile.passes.sampling.logit_processors import logit_processors_of
 from lz_compile.passes.sampling.probes import Limits
-from lz_compile.passes.sampling.recogniser import masked_softmax, sorted_draw
+from lz_compile.passes.sampling.recogniser import (
+    OP,
+    SOFTMAXES,
+    Filter,
+    FilterReader,
+    masked_softmax,
+    softmax_input,
+    sorted_draw,
+)
 
 #: Between what numbers operands are.
 _RANGES: Mapping[str, tuple[float, float]] = {
@@ -168,6 +175,6 @@ class _Matcher:
         """Masks before a softmax that no filter stands between, and draws that no filter can be taken from."""
         call = self.effects.calls[node]
         if call is not None and call.name == "multinomial":
-            return sorted_draw(OP, self.effects, node)
+            return sorted_draw(self.effects, node)
         masked = masked_softmax(self.effects, node)
         return None if masked is None else self.match(node, masked)
