@@ -12,7 +12,7 @@ from torch import fx
 
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
-from lz_compile.lowering.ops.linear import NATIVE, SHAPES, LinearAttrs, LinearFacts, Operands, packed
+from lz_compile.lowering.ops.linear import SHAPES, LinearAttrs, LinearFacts, Operands, packed
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
@@ -28,6 +28,7 @@ from lz_compile.passes.linear.reading import Weight, storage_of
 from lz_compile.passes.linear.recogniser import Dequantised
 from lz_compile.passes.linear.unpacked import numbers_of
 from lz_compile.passes.masks.constants import Constants, hold_the_same
+from lz_compile.passes.proof.resize import NATIVE
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core, find_core
 from lz_compile.passes.rewriting.match import Cell, Driver, Found, Input, Match, Outcome, Site, TableEmitter, Trial
