@@ -145,8 +145,6 @@ def rounded(value: float, dtype: torch.dtype) -> int | float:
 CASTS = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type_as", "type", "bool", "_to_copy", "convert_element_type"}
 )
-
-
 _CONSTANTS: Mapping[str, float | None] = {
     "tensor": None,
     "scalar_tensor": None,

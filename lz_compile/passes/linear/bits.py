@@ -207,8 +207,6 @@ _TABLES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "take": (("input",), ("index", "#1")),
     "embedding": (("weight", "#1"), ("input",)),
 }
-
-
 #: What gives the same elements another shape.
 _SAME = frozenset({"unsqueeze", "squeeze", "view", "reshape", "flatten", "getitem"})
 

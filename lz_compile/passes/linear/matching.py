@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import sympy
@@ -24,8 +25,7 @@ from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.linear import recogniser
 from lz_compile.passes.linear.bits import Indexed
 from lz_compile.passes.linear.form import brought, is_transposed
-from lz_compile.passes.linear.reading import Weight, storage_of
-from lz_compile.passes.linear.recogniser import Dequantised
+from lz_compile.passes.linear.recogniser import Dequantised, Weight, storage_of
 from lz_compile.passes.linear.unpacked import numbers_of
 from lz_compile.passes.masks.constants import Constants, hold_the_same
 from lz_compile.passes.proof.resize import NATIVE
@@ -50,8 +50,10 @@ class _Reader:
     effects: Effects
     twins: Twins
     known: Values
-    _storage: dict[fx.Node, fx.Node | None] = field(default_factory=dict)
-    _stored: dict[fx.Node, bool] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.storage = cache(partial(storage_of, self.effects))
+        self._numbers = cache(partial(numbers_of, self.effects))
 
     def is_anchor(self, node: fx.Node) -> bool:
         """Whether a call is a product one of whose factors is computed from stored numbers."""
@@ -61,18 +63,8 @@ class _Reader:
         is_product = call is not None and call.name in contraction.PRODUCTS
         if not is_product or tensor is None or not tensor.is_floating_point() or 0 in shape_of(tensor):
             return False
-        return any(map(self._is_stored, node.all_input_nodes))
-
-    def _is_stored(self, node: fx.Node) -> bool:
-        if node not in self._stored:
-            self._stored[node] = self.storage(node) is not None or numbers_of(self.effects, node) is not None
-        return self._stored[node]
-
-    def storage(self, node: fx.Node) -> fx.Node | None:
-        """See :func:`storage_of`."""
-        if node not in self._storage:
-            self._storage[node] = storage_of(self.effects, node)
-        return self._storage[node]
+        factors = node.all_input_nodes
+        return any(self.storage(each) is not None or self._numbers(each) is not None for each in factors)
 
     def read(self, anchor: fx.Node) -> Match | NearMiss | None:
         """What an anchor is.

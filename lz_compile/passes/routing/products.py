@@ -143,8 +143,6 @@ def _diagonal(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
 
 #: What is read besides arithmetic.
 FUNCTIONS: Mapping[str, Rule] = {"detach": _detach, "diag": _diagonal, "diag_embed": _diagonal}
-
-
 _SUMS = frozenset({"add", "sub", "rsub"})
 #: Products that add a further tensor.
 _ADDING = frozenset({"addmm", "baddbmm", "addcmul"})
