@@ -19,8 +19,8 @@ from lz_compile.lowering.kernels.mlp import torch_mlp
 from lz_compile.lowering.ops import mlp as op
 from lz_compile.passes.formula.bends import AT_LEAST, evaluate
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.mlp.gated_form import name_of_values, points
 from lz_compile.passes.mlp.matching import matches
+from lz_compile.passes.mlp.recogniser import name_of_values, points
 from lz_compile.runtime.kernels.registry import kernels
 from tests import zoo
 from tests.backends import Rewriting, rewritten
