@@ -48,10 +48,10 @@ def activated(x: Tensor) -> Tensor:
 
 #: By op, a function that has one of it, and what its recogniser reads an anchor by.
 READERS: dict[str, tuple[Callable[[Tensor], Tensor], Any, str]] = {
-    "norm": (rms, norm, "_read"),
-    "rope": (turned, rope, "_read"),
+    "norm": (rms, norm, "recognise"),
+    "rope": (turned, rope, "recognise"),
     "attention": (attended, attention, "_read"),
-    "mlp": (activated, mlp, "read_activation"),
+    "mlp": (activated, mlp, "recognise"),
 }
 
 
@@ -100,7 +100,7 @@ def test_an_anchor_that_fails_costs_no_other_one(breaks_once: Any, op: str) -> N
 
 
 def test_strict_mode_raises_at_the_first_anchor_that_fails(breaks_once: Any) -> None:
-    breaks_once(norm, "_read")
+    breaks_once(norm, "recognise")
     torch._dynamo.reset()
     with pytest.raises(Exception, match=r"recognising norm at .*planted") as failure:
         torch.compile(twice(rms), backend=Rewriting(strict=True), fullgraph=True)(draw(2, 8, 8))

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lz_compile.lowering.kernels.blend import torch_blend
 from lz_compile.lowering.ops import blend as op
+from lz_compile.passes.blend.matching import matches
 from lz_compile.passes.blend.ranks import Ranks
-from lz_compile.passes.blend.recogniser import recognise
 from lz_compile.passes.blend.terms import Sums
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss
@@ -180,7 +180,7 @@ def test_a_sum_that_is_no_blend_is_left_alone(different: str) -> None:
     module = capture(
         lambda h, s, a, v: DIFFERENT[different](h.detach(), s, a, v), host, seed, torch.tensor(0.3), torch.rand(6)
     )
-    assert list(recognise(module.graph, effects_of(module))) == []
+    assert list(matches(module.graph, effects_of(module))) == []
 
 
 def test_ordinary_networks_hold_no_blends() -> None:
@@ -207,12 +207,12 @@ def test_ordinary_networks_hold_no_blends() -> None:
         for has_gradients in (True, False):
             with torch.set_grad_enabled(has_gradients):
                 module = capture(function, torch.randn(4, 8, requires_grad=True), torch.randn(4, 8))
-                assert list(recognise(module.graph, effects_of(module))) == [], function.__name__
+                assert list(matches(module.graph, effects_of(module))) == [], function.__name__
 
 
 def _only_miss(function: Callable[..., Any], *inputs: Any) -> Any:
     module = capture(function, *inputs)
-    (miss,) = (found for found in recognise(module.graph, effects_of(module)) if isinstance(found, NearMiss))
+    (miss,) = (found for found in matches(module.graph, effects_of(module)) if isinstance(found, NearMiss))
     return miss
 
 
@@ -288,7 +288,7 @@ def test_what_was_sorted_and_is_wanted_itself_stays() -> None:
         return top.values[:, 0] - top.values[:, 1], top.indices
 
     module = capture(function, torch.randn(4, 9))
-    assert list(recognise(module.graph, effects_of(module))) == []
+    assert list(matches(module.graph, effects_of(module))) == []
 
 
 def test_equal_logits_have_the_gradient_of_a_sort() -> None:
@@ -351,7 +351,7 @@ def test_a_deep_network_without_blends_is_hardly_looked_at(monkeypatch: pytest.M
         return x
 
     module = capture(chain, torch.randn(4, 6), *(torch.randn(6, 6, requires_grad=True) for _ in range(24)))
-    assert list(recognise(module.graph, effects_of(module))) == []
+    assert list(matches(module.graph, effects_of(module))) == []
     assert len(expanded) < 240, "were 4,000"
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lz_compile.passes.blend.recogniser import recognise
+from lz_compile.passes.blend.matching import matches
 from tests.backends import Rewriting
 from tests.blend_spellings import CONVEX
 from tests.graphs import capture, effects_of
@@ -127,7 +127,7 @@ def test_integers_complex_numbers_and_single_numbers_are_left_alone() -> None:
         (host[:0], seed[:0], alpha),
     ):
         module = capture(lambda h, s, a: a * s + (1 - a) * h.detach(), *tensors)
-        assert list(recognise(module.graph, effects_of(module))) == []
+        assert list(matches(module.graph, effects_of(module))) == []
 
 
 @pytest.mark.parametrize("mixed", ["weighted_sum", "delta", "lerp", "multiplied_out"])

@@ -15,11 +15,12 @@ from torch import Tensor, fx, nn
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.axes import fresh
+from lz_compile.passes.formula.expressions import Known
 from lz_compile.passes.formula.polynomial import ZERO, Variable, number, variable
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks import constant_patterns, constants
-from lz_compile.passes.masks.constants import Constant, Constants, evaluate
+from lz_compile.passes.masks.constants import Constants, evaluate
 from lz_compile.passes.masks.meaning import Axes, Meaning
 from lz_compile.passes.masks.reading import Masks
 
@@ -82,7 +83,7 @@ def test_a_mask_whose_writes_are_missed_is_no_constant(monkeypatch: pytest.Monke
     graph = capture(made, torch.zeros(2, 9))
     node, effects = output_of(graph), effects_of(graph)
     found = evaluate(effects, node)
-    assert isinstance(found, Constant)
+    assert isinstance(found, Known)
     assert torch.equal(found.value, made(torch.zeros(2, 9)))
     monkeypatch.setattr(constants, "_writers", lambda *_: iter(()))
     missed = evaluate(effects, node)
@@ -180,7 +181,7 @@ def test_numbers_beyond_what_a_float_holds_are_no_positions() -> None:
 # ---- evaluation ---------------------------------------------------------------------------------------------------
 
 
-def valued(fn: Callable[..., Tensor], *arguments: Tensor, dynamic: bool = False) -> Constant | Reason:
+def valued(fn: Callable[..., Tensor], *arguments: Tensor, dynamic: bool = False) -> Known | Reason:
     module = capture(fn, *arguments, dynamic=dynamic)
     return evaluate(effects_of(module), output_of(module))
 
@@ -205,7 +206,7 @@ def written_and_read_twice(x: Tensor) -> Tensor:
 @pytest.mark.parametrize("make", [written_once, written_and_read_twice])
 def test_what_constants_make_is_computed(make: Callable[..., Tensor]) -> None:
     found = valued(make, torch.zeros(2, 3))
-    assert isinstance(found, Constant)
+    assert isinstance(found, Known)
     assert torch.equal(found.value, make(torch.zeros(2, 3)))
 
 
@@ -237,7 +238,7 @@ def test_a_value_that_is_overwritten_is_what_its_reader_finds() -> None:
     constants = Constants(effects_of(module))
     first, second = next(node for node in module.graph.nodes if node.op == "output").args[0]
     found = [constants.value(node) for node in (first, second)]
-    assert [each.value.tolist() for each in found if isinstance(each, Constant)] == [[1.0, 1.0, 1.0], [6.0, 1.0, 1.0]]
+    assert [each.value.tolist() for each in found if isinstance(each, Known)] == [[1.0, 1.0, 1.0], [6.0, 1.0, 1.0]]
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from lz_compile.lowering.kernels.linear import cpp_linear, torch_linear
 from lz_compile.lowering.ops import linear as op
 from lz_compile.lowering.ops.linear import Operands
 from lz_compile.passes.proof import validate
+from lz_compile.passes.proof.resize import NATIVE
 from lz_compile.passes.proof.validate import verdict_key
 from tests.backends import Rewriting
 
@@ -790,7 +791,7 @@ def test_the_product_that_pytorch_has_as_one_call_is_read(name, dtype):
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     expected = call(x, w, s)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
-    meant = op.NATIVE["_weight_int8pack_mm"](x, w, s)
+    meant = NATIVE["_weight_int8pack_mm"](x, w, s)
     torch.testing.assert_close(meant, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
 
 

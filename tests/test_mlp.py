@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from lz_compile.lowering.kernels.mlp import torch_mlp
 from lz_compile.lowering.ops import mlp as op
-from lz_compile.passes.formula.activations import AT_LEAST, evaluate, name_of_values, points
+from lz_compile.passes.formula.bends import AT_LEAST, evaluate
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.mlp.recogniser import recognise
+from lz_compile.passes.mlp.matching import matches
+from lz_compile.passes.mlp.recogniser import name_of_values, points
 from lz_compile.runtime.kernels.registry import kernels
 from tests import zoo
 from tests.backends import Rewriting, rewritten
@@ -282,7 +283,7 @@ def test_what_a_kernel_emitted_is_not_read_again() -> None:
     _, backend = _run(spelling.build(), *spelling.inputs(0))
     graph = backend.graphs[0].graph
     assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
-    assert list(recognise(graph, Effects(graph))) == []
+    assert list(matches(graph, Effects(graph))) == []
 
 
 # ---- op and kernel ---------------------------------------------------------------------------------------------------

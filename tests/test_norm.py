@@ -26,7 +26,7 @@ from lz_compile.lowering.kernels.norm import torch_norm
 from lz_compile.lowering.ops import norm as op
 from lz_compile.lowering.ops.norm import NormAttrs, NormFacts
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.norm.recogniser import recognise
+from lz_compile.passes.norm.matching import matches
 from lz_compile.passes.proof import validate
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.report.report import MatchReport
@@ -168,7 +168,7 @@ def test_symbolic_rows_elements_are_counted_by_what_the_graph_knows(shape: tuple
 def test_what_was_emitted_is_not_read_again(is_centred: bool) -> None:
     spelling = Spelling(is_centred=is_centred, squared_by="pow", averaged_by="mean", weight="plain", bias=True)
     graph = compiled(spelling.build(), *spelling.inputs(4))[1].graphs[0].graph
-    assert list(recognise(graph, Effects(graph))) == []
+    assert list(matches(graph, Effects(graph))) == []
 
 
 @pytest.mark.slow
@@ -244,7 +244,7 @@ def test_a_gate_at_the_end_of_a_deep_model_stays_outside() -> None:
         return _rms(x) * gate
 
     graph = capture(deep, torch.randn(3, 24)).graph
-    (match,) = recognise(graph, Effects(graph))
+    (match,) = matches(graph, Effects(graph))
     assert isinstance(match, Match)
     assert not match.attributes.has_weight
 
@@ -538,7 +538,7 @@ class Norm(nn.Module):
 def matches_of(*layers: nn.Module) -> list[Match]:
     stack = nn.Sequential(*(each for layer in layers for each in (nn.Linear(24, 24), layer)), nn.Linear(24, 24))
     graph = capture(stack, torch.randn(3, 24).requires_grad_()).graph
-    return [found for found in recognise(graph, Effects(graph)) if isinstance(found, Match)]
+    return [found for found in matches(graph, Effects(graph)) if isinstance(found, Match)]
 
 
 def test_layers_after_the_first_are_its_twins() -> None:

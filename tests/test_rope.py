@@ -30,7 +30,7 @@ from lz_compile.passes.formula.parts import Parts
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.proof import validate
 from lz_compile.passes.rewriting.match import Match
-from lz_compile.passes.rope.recogniser import recognise
+from lz_compile.passes.rope.matching import matches
 from lz_compile.report.report import MatchReport
 
 many = settings(
@@ -150,7 +150,7 @@ def test_what_was_emitted_is_not_read_again(form: str) -> None:
     width = {"width": "half", "complex_by": "given", "is_interleaved": True} if is_complex else {}
     spelling = Spelling(form=form, **width)
     graph = compiled(spelling.build(), *spelling.inputs(4))[1].graphs[0].graph
-    assert list(recognise(graph, Effects(graph))) == []
+    assert list(matches(graph, Effects(graph))) == []
 
 
 @pytest.mark.slow
@@ -369,7 +369,7 @@ def test_the_narrower_of_two_precisions_is_read() -> None:
         return _llama(x.float().transpose(1, 2), angles).to(x.dtype)
 
     graph = capture(upcast, torch.randn(2, 7, 4, 16).to(torch.bfloat16), torch.randn(7, 8)).graph
-    (match,) = [found for found in recognise(graph, Effects(graph)) if isinstance(found, Match)]
+    (match,) = [found for found in matches(graph, Effects(graph)) if isinstance(found, Match)]
     assert match.facts.dtype == torch.bfloat16
     assert match.operands["input"].op == "placeholder"
 
@@ -458,7 +458,7 @@ class Stack(nn.Module):
 
 def matches_of(*widths: int) -> list[Match]:
     graph = capture(Stack(*widths), torch.randn(2, 7, 64).requires_grad_(), torch.randn(7, 8)).graph
-    return [found for found in recognise(graph, Effects(graph)) if isinstance(found, Match)]
+    return [found for found in matches(graph, Effects(graph)) if isinstance(found, Match)]
 
 
 def test_layers_are_twins_of_one() -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lz_compile
 from lz_compile.passes.rewriting.match import Match
-from lz_compile.passes.routing.recogniser import recognise
+from lz_compile.passes.routing.matching import matches
 from models.routed_adapter import Arm, Rollouts, RoutedLinear
 from tests.backends import Rewriting
 from tests.graphs import capture, effects_of
@@ -92,7 +92,7 @@ def test_every_choice_is_recognised(name: str) -> None:
 def test_every_mask_is_read_as_the_cosine_that_it_is(mask: str) -> None:
     spelling = Spelling(mask=mask)
     module = capture(spelling.build(), *spelling.inputs(0).values())
-    (match,) = recognise(module.graph, effects_of(module))
+    (match,) = matches(module.graph, effects_of(module))
     assert isinstance(match, Match), match
     assert match.attributes.to_dict()["arm"] == "act"
     assert match.attributes.to_dict()["threshold"] == spelling.threshold

@@ -28,7 +28,7 @@ from lz_compile.passes.graph.share import share_equal
 from lz_compile.passes.graph.view import EMITTED, needed, tensor_of
 from lz_compile.passes.layers.fold import fold_layers
 from lz_compile.passes.linear.kept import keep
-from lz_compile.passes.linear.recogniser import LinearEmitter
+from lz_compile.passes.linear.matching import LinearEmitter
 from lz_compile.passes.loops.roll.roll import SCAN
 from lz_compile.passes.loops.roll.scan_outputs import (
     attach_states,

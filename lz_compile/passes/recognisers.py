@@ -1,6 +1,6 @@
-"""One recogniser per op: the ``recognise(graph, effects)`` of the module ``recogniser`` in the room named like the op.
+"""One recogniser per op, in the room named like it: ``recognise(graph, effects)`` of the module ``recogniser``.
 
-Attention's reads one call: :mod:`~lz_compile.passes.attention.matching` asks it.
+Where that only says what it read, ``matches(graph, effects)`` of the module ``matching`` beside it makes matches of that.
 Anchors are read by a :class:`~lz_compile.passes.rewriting.match.Driver`, so that one that fails costs no other one.
 """
 
@@ -25,10 +25,16 @@ Recogniser = Callable[[fx.Graph, Effects], Iterator[Outcome]]
 @cache
 def recognisers() -> Mapping[str, Recogniser]:
     """All recognisers by op, in alphabetical order."""
-    rooms = Path(__file__).parent.glob("*/recogniser.py")
-    ops = {path.parent.name for path in rooms} - {"attention"}
-    found = {op: importlib.import_module(f"{__package__}.{op}.recogniser").recognise for op in ops}
+    rooms = (path.parent for path in Path(__file__).parent.glob("*/recogniser.py"))
+    found = {room.name: _asked(room) for room in rooms if room.name != "attention"}
     return dict(sorted({**found, "attention": _attentions}.items()))
+
+
+def _asked(room: Path) -> Recogniser:
+    """Who gives the matches of an op."""
+    name, function = ("matching", "matches") if (room / "matching.py").exists() else ("recogniser", "recognise")
+    found: Recogniser = getattr(importlib.import_module(f"{__package__}.{room.name}.{name}"), function)
+    return found
 
 
 def _attentions(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:

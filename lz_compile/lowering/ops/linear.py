@@ -170,14 +170,6 @@ def reference(x: Operands, attrs: LinearAttrs) -> torch.Tensor:
     return found.to(attrs.out_dtype)
 
 
-def _of_rows(input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.linear(input, weight.to(input.dtype)) * scale
-
-
-#: What PyTorch's own products with stored weights compute, by name: their kernels take some sizes and dtypes only.
-NATIVE: Mapping[str, Callable[..., torch.Tensor]] = {"_weight_int8pack_mm": _of_rows}
-
-
 def ordered(x: Operands) -> torch.Tensor:
     """The input with its columns in the order of the weight's."""
     return x.input if x.order is None else x.input.index_select(1, x.order)

@@ -17,9 +17,9 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.blend.gate import is_zero
-from lz_compile.passes.formula.activations import AT_LEAST, AT_MOST, BENDS
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims, LayoutError, broadcast_from, fresh
+from lz_compile.passes.formula.bends import AT_LEAST, AT_MOST, BENDS
 from lz_compile.passes.formula.expressions import constant_value, number
 from lz_compile.passes.formula.pointwise import Rule
 from lz_compile.passes.graph.effects import Effects

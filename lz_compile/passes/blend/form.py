@@ -16,8 +16,8 @@ from lz_compile.passes.blend.gate import Gates
 from lz_compile.passes.blend.ranks import Ranks
 from lz_compile.passes.blend.terms import ANCHORS, CASTS, NEAR, Sums, Terms, integers_of
 from lz_compile.passes.formula import moves
-from lz_compile.passes.formula.activations import is_read
 from lz_compile.passes.formula.axes import fresh
+from lz_compile.passes.formula.bends import is_read
 from lz_compile.passes.formula.expressions import constant_value, is_cast, is_constant, specialised
 from lz_compile.passes.formula.indices import Indices
 from lz_compile.passes.formula.pieces import SPLITS

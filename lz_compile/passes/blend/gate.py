@@ -11,9 +11,9 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.blend.ranks import Rank, Ranks
 from lz_compile.passes.formula import moves
-from lz_compile.passes.formula.activations import AT_LEAST, AT_MOST, BENDS, is_read
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, fresh, resolve
+from lz_compile.passes.formula.bends import AT_LEAST, AT_MOST, BENDS, is_read
 from lz_compile.passes.formula.expressions import constant_value, is_cast, tidy
 from lz_compile.passes.formula.indices import Indices
 from lz_compile.passes.formula.pieces import Piece

@@ -14,8 +14,8 @@ from torch import fx
 
 from lz_compile.passes.blend.bounds import BOUNDING, Affine, Bound, Interval, Limits, Twin, limits_of, product, reach_of
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.activations import is_read
 from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC, Arithmetic
+from lz_compile.passes.formula.bends import is_read
 from lz_compile.passes.formula.expressions import constant_value, is_cast, specialised
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects

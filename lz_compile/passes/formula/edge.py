@@ -14,8 +14,6 @@ from lz_compile.passes.graph.view import tensor_of
 
 #: How many operations may lie between a weight as it is given and its use.
 _DEPTH = 4
-
-
 #: How many operations may lie between a row and what is computed from it.
 _CHAIN = 40
 

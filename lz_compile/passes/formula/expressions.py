@@ -8,32 +8,44 @@ What a call is whatever it is given, a cast or a tensor that is filled with one 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import sympy
 import sympy.tensor.tensor  # sympy's first addition imports it: that is no part of a compile
 import torch
+from torch import fx
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+from lz_compile.ground.reasons import Reason
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
 
 INFINITY = sympy.Symbol("INFINITY", positive=True)
-
-
 #: Stay unevaluated functions in expressions: ``dropout(x, p)`` and ``nan_to_num(x)``.
 DROPOUT = sympy.Function("dropout")
-
-
 NAN_TO_NUM = sympy.Function("nan_to_num")
-
-
 #: ``max(x, floor)`` with a floor that no finite score reaches; it turns ``-inf`` into the floor.
 FLOORED = sympy.Function("floored")
-
-
 _EXACT = 2**53
+
+
+@dataclass(frozen=True)
+class Known:
+    """The value of a constant (on the CPU), and the buffers whose values are in it."""
+
+    value: torch.Tensor
+    buffers: tuple[fx.Node, ...]
+
+
+#: The value of a tensor when it is made, or as a reader (the second node) finds it; else why it is not known.
+Values: TypeAlias = Callable[..., Known | Reason]
+
+
+def unknown(node: fx.Node, _reader: fx.Node | None = None) -> Known | Reason:
+    """Nothing is known of any value."""
+    return Reason("NOT_CONSTANT", f"nobody asks for the value of {node.name}")
 
 
 def number(value: Any) -> sympy.Expr:
@@ -133,8 +145,6 @@ def rounded(value: float, dtype: torch.dtype) -> int | float:
 CASTS = frozenset(
     {"to", "float", "half", "bfloat16", "double", "type_as", "type", "bool", "_to_copy", "convert_element_type"}
 )
-
-
 _CONSTANTS: Mapping[str, float | None] = {
     "tensor": None,
     "scalar_tensor": None,

@@ -17,9 +17,9 @@ from torch import fx
 
 from lz_compile.ground.sizes import product
 from lz_compile.passes.formula import contraction
-from lz_compile.passes.formula.activations import AT_LEAST, BENDS
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of, regroup
+from lz_compile.passes.formula.bends import AT_LEAST, BENDS
 from lz_compile.passes.formula.edge import Edge, behind_casts
 from lz_compile.passes.formula.expressions import tidy
 from lz_compile.passes.formula.pointwise import Rule
@@ -307,7 +307,5 @@ def _normalize(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
 
 
 CALLS: Mapping[str, Reduction] = {"layer_norm": _layer_norm, "rms_norm": _rms_norm, "normalize": _normalize}
-
-
 #: Calls that are read here beside those of every region: what a root, or what is under it, is held to.
 FUNCTIONS: Mapping[str, Rule] = {name: BENDS[name] for name in ("clamp", "clamp_min", "maximum", "abs")}

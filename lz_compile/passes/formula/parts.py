@@ -17,11 +17,13 @@ import sympy
 import torch
 from torch import fx
 
+from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import Size, shape_of
 from lz_compile.passes.formula import contraction, edge, layout, moves
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.formula.contraction import Factor
+from lz_compile.passes.formula.expressions import Known, Values, unknown
 from lz_compile.passes.formula.pieces import SPLITS, named_dim
 from lz_compile.passes.formula.places import Fixed, affine, canonical, has_fixed_index, ordered, placed
 from lz_compile.passes.formula.pointwise import is_pointwise
@@ -31,19 +33,6 @@ from lz_compile.passes.graph.view import Call, tensor_of
 
 #: Of a column: a pair has two.
 _MOST_TERMS = 2
-
-
-@dataclass(frozen=True)
-class Known:
-    """The value of a constant, and the buffers that are in it."""
-
-    value: torch.Tensor
-    buffers: tuple[fx.Node, ...] = ()
-
-
-def unknown(_node: fx.Node) -> Known | None:
-    """Nothing is known of any value."""
-    return None
 
 
 def may_turn(call: Call | None) -> bool:
@@ -102,7 +91,7 @@ def _sparse(region: Parts, matrix: Factor, summed: Axis) -> list[tuple[sympy.Exp
     known, features = region.known(matrix.node), set(atoms(region.features))
     rows = [at for at, dim in enumerate(matrix.dims) if dim == (summed,)]
     columns = [at for at, dim in enumerate(matrix.dims) if features & {axis for axis, _ in affine(dim)[1]}]
-    if known is None or len(rows) != 1 or len(columns) != 1:
+    if isinstance(known, Reason) or len(rows) != 1 or len(columns) != 1:
         return None
     offset, terms = affine(matrix.dims[columns[0]])
     if len(terms) != 1:
@@ -159,7 +148,7 @@ class Parts(Region):
     places: int = 1
     source_symbols: set[sympy.Symbol] = field(default_factory=set)
     _indices: dict[Axis, Polynomial] = field(default_factory=dict)
-    known: Callable[[fx.Node], Known | None] = unknown
+    known: Values = unknown
     matrices: dict[fx.Node, tuple[Dims, Known]] = field(default_factory=dict)
 
     def express(self, node: Any, dims: Dims, reader: fx.Node | None = None) -> sympy.Expr:

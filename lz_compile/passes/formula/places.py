@@ -134,3 +134,13 @@ def paired(first: Dims, second: Dims, pair: Axis) -> Dims | None:
         assert isinstance(size, int), "extents of places are known"
         found.append(placed(offset, ordered((*terms, (pair, there - offset))), size))
     return tuple(found)
+
+
+def evenly(terms: tuple[tuple[Axis, int], ...]) -> tuple[int, int]:
+    """Step and extent of elements that are evenly spaced; LayoutError where they are not."""
+    step = distance = terms[-1][1] if terms else 1
+    for axis, stride in reversed(terms):
+        if stride != distance:
+            raise LayoutError("a part that is no slice")
+        distance = stride * axis.size
+    return step, distance - step + 1 if terms else 1

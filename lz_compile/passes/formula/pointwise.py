@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import sympy
 from torch import fx
 
+from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC
 from lz_compile.passes.formula.axes import Dims
 from lz_compile.passes.formula.expressions import (
@@ -21,7 +22,7 @@ from lz_compile.passes.formula.expressions import (
     plain_number,
     specialised,
 )
-from lz_compile.passes.graph.view import Call, is_boolean, is_floating
+from lz_compile.passes.graph.view import Call, is_boolean, is_floating, read
 
 if TYPE_CHECKING:
     from lz_compile.passes.formula.algebra import Region
@@ -157,3 +158,18 @@ POINTWISE: Mapping[str, Rule] = {
 def is_pointwise(call: Call) -> bool:
     """Whether the call has a reading as a pointwise operation, or is a cast."""
     return call.name in POINTWISE or call.name in CASTS
+
+
+def is_dead(node: fx.Node) -> bool:
+    """Whether nobody looks at a value: rearranged ones (models reshape just to name a thing), or one that is computed."""
+    call = read(node)
+    if call is None or call.is_inplace:
+        return False
+    if not node.users and is_pointwise(call):
+        return True
+    return layout.rearranges(call) and all(is_dead(user) for user in node.users)
+
+
+def dead_users(node: fx.Node) -> set[fx.Node]:
+    """Everything that is made of ``node`` and that nobody looks at."""
+    return {each for user in node.users if is_dead(user) for each in {user} | dead_users(user)}

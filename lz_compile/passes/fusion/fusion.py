@@ -27,7 +27,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, atoms
 from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.moments import CALLS, STATISTICS
 from lz_compile.passes.formula.parts import SPLITS
-from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.formula.pointwise import is_dead, is_pointwise
 from lz_compile.passes.fusion.emitter import FusedEmitter, in_order, kind_of, operands_of, results_of
 from lz_compile.passes.fusion.sums import sum_before
 from lz_compile.passes.graph.effects import Effects
@@ -37,7 +37,6 @@ from lz_compile.passes.proof.resize import shape
 from lz_compile.passes.proof.running import Sizes
 from lz_compile.passes.proof.sizes import representative_sizes
 from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.core import is_dead
 from lz_compile.passes.rewriting.match import Input, Match
 
 #: Whole numbers up to this are exact in every dtype, bfloat16 included.

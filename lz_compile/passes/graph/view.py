@@ -131,8 +131,6 @@ _INPLACE_OPERATORS: Mapping[Any, str] = {
     for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
     if hasattr(operator, f"i{name}")
 }
-
-
 #: The same, called as methods of a tensor (which has no in-place product of matrices).
 _INPLACE_METHODS = {
     f"__{function.__name__}__": _SYNONYMS.get(name, name) for function, name in _INPLACE_OPERATORS.items()

@@ -24,6 +24,7 @@ from lz_compile.ground import events
 from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.moves import that_count
+from lz_compile.passes.formula.pointwise import dead_users, is_dead
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
@@ -31,7 +32,6 @@ from lz_compile.passes.graph.view import EMITTED, tensor_of, value_of, where_of
 from lz_compile.passes.inlining.attention_calls import BODIES, REFUSED
 from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise
 from lz_compile.passes.rewriting.builder import GraphBuilder
-from lz_compile.passes.rewriting.core import dead_users, is_dead
 from lz_compile.passes.rewriting.rewrite import RewriteError, laid_out
 
 

@@ -19,13 +19,12 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, fresh
-from lz_compile.passes.formula.expressions import CASTS, plain_number
+from lz_compile.passes.formula.expressions import CASTS, Values, plain_number, unknown
 from lz_compile.passes.formula.parts import FUNCTIONS, Parts
 from lz_compile.passes.formula.pointwise import POINTWISE, Rule
 from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import Call, is_integer, known_tensor, tensor_of
 from lz_compile.passes.linear.unpacked import bounds_of
-from lz_compile.passes.masks.constants import Constants
 
 
 class LOW(sympy.Function):  # type: ignore[misc]  # sympy has no types
@@ -138,13 +137,14 @@ class Indexed(Region):
     ``counts`` has such indices with their axes and the one that they count, ``buffers`` those whose values were looked at.
     Where groups are no neighbours, ``shuffled`` says so of the axis of columns, which is no product of groups and others
     then: it has the axis of groups, what was gathered by and its values. ``unread`` says why an index was not read, and what
-    helps.
+    helps. ``known`` gives the values of constants.
     """
 
     counts: dict[fx.Node, tuple[Dims, Axis]] = field(default_factory=dict)
     buffers: dict[fx.Node, None] = field(default_factory=dict)
     shuffled: dict[Axis, tuple[Axis, fx.Node, torch.Tensor]] = field(default_factory=dict)
     unread: tuple[str, str] | None = None
+    known: Values = unknown
 
     def gathered(self, call: Call, dims: Dims, dim: int, index: fx.Node) -> sympy.Expr | None:
         """``scale[index]``, where ``index`` is ``column // size``, or that in another order."""
@@ -154,7 +154,7 @@ class Indexed(Region):
         count, columns = source.shape[dim], given.shape[0]
         if not isinstance(count, int) or count < 2 or columns % count:
             return None
-        constant = Constants(self.effects).value(index, call.node)
+        constant = self.known(index, call.node)
         if isinstance(constant, Reason):
             text = f"groups are by {told(index)}, whose values are not known: {constant.message}"
             self.unread = text, "hold the index in a buffer that does not change"
@@ -178,7 +178,7 @@ class Indexed(Region):
         call = self.effects.calls[node]
         while call is not None and call.name in INTEGER_CASTS and is_integer(tensor_of(call.input)):
             inner = self.seen_by(node, call.input)
-            known = Constants(self.effects).value(inner, node)
+            known = self.known(inner, node)
             if isinstance(known, Reason) or not torch.equal(known.value.long(), values):  # it wraps around
                 break
             self.interior.setdefault(node, (dim,))
@@ -207,8 +207,6 @@ _TABLES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "take": (("input",), ("index", "#1")),
     "embedding": (("weight", "#1"), ("input",)),
 }
-
-
 #: What gives the same elements another shape.
 _SAME = frozenset({"unsqueeze", "squeeze", "view", "reshape", "flatten", "getitem"})
 

@@ -17,7 +17,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import known_tensor, read, tensors_in, value_of
 from lz_compile.passes.graph.writes import writes
-from lz_compile.passes.linear.reading import Weight
+from lz_compile.passes.linear.recogniser import Weight
 from lz_compile.passes.masks.constants import DETERMINISTIC
 
 _SIXTEEN = 16

@@ -2,296 +2,361 @@
 
 The anchor is the product. Its weight may be int8, uint8 or float8, or bytes that hold two numbers of four bits, with scales,
 zero points or offsets of rows, columns and groups of columns. A weight that is only cast is one, too: what its result is
-multiplied by afterwards stays there.
+multiplied by afterwards stays there. In which form kernels get it is asked of what was found (:mod:`matching`).
+
+The weight is read as an expression over its leaves, at every element alike. It is affine in what is stored, and neither
+factor nor summand changes within a group of neighbouring columns. Of bytes that hold two numbers the weight is read at two
+places, the columns that come from lower and from upper bits: their factors and summands must be the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Literal, TypeAlias
 
 import sympy
 import torch
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
-from lz_compile.lowering.ops.linear import NATIVE, SHAPES, LinearAttrs, LinearFacts, Operands, packed
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
-from lz_compile.passes.formula.contraction import Contraction, Factor
+from lz_compile.passes.formula.contraction import PRODUCTS, Contraction, Factor
+from lz_compile.passes.formula.expressions import CASTS, Values
+from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
+from lz_compile.passes.formula.places import Fixed, has_fixed_index, paired
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
-from lz_compile.passes.linear.bits import Indexed
-from lz_compile.passes.linear.form import brought, is_transposed
-from lz_compile.passes.linear.reading import Weight, read_weight, storage_of
-from lz_compile.passes.linear.unpacked import numbers_of
-from lz_compile.passes.masks.constants import hold_the_same
-from lz_compile.passes.rewriting.builder import Builder
-from lz_compile.passes.rewriting.core import Core, find_core
-from lz_compile.passes.rewriting.match import Cell, Driver, Found, Input, Match, Outcome, Site, TableEmitter, Trial
-from lz_compile.passes.rewriting.twins import Twins
+from lz_compile.passes.graph.refusal import RefusedError, told
+from lz_compile.passes.graph.subclasses import is_subclass
+from lz_compile.passes.graph.view import Call, is_floating, known_tensor, reached, tensor_of
+from lz_compile.passes.linear.bits import BITS, CODE, HIGH, LOW, Indexed, has_bits
+from lz_compile.passes.linear.unpacked import Unpacked, less_shifted, numbers_of
 
-OP = "linear"
-#: A product whose weight only the machine that packed it can read.
-_MACHINES_OWN = "_weight_int4pack_mm_for_cpu"
-
-
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
-    """Every product with a stored weight in ``graph``, and every one that is nearly so, with the reason."""
-    reader = _Reader(effects, Twins(effects, hold_the_same))
-    return Driver(OP).walk(graph.nodes, reader.is_anchor, reader.read)
-
-
-@dataclass
-class _Reader:
-    effects: Effects
-    twins: Twins
-    _storage: dict[fx.Node, fx.Node | None] = field(default_factory=dict)
-    _stored: dict[fx.Node, bool] = field(default_factory=dict)
-
-    def is_anchor(self, node: fx.Node) -> bool:
-        """Whether a call is a product one of whose factors is computed from stored numbers."""
-        call, tensor = self.effects.calls[node], tensor_of(node)
-        if call is not None and call.name in (*NATIVE, _MACHINES_OWN):
-            return 0 not in shape_of(known_tensor(node))
-        is_product = call is not None and call.name in contraction.PRODUCTS
-        if not is_product or tensor is None or not tensor.is_floating_point() or 0 in shape_of(tensor):
-            return False
-        return any(map(self._is_stored, node.all_input_nodes))
-
-    def _is_stored(self, node: fx.Node) -> bool:
-        if node not in self._stored:
-            self._stored[node] = self.storage(node) is not None or numbers_of(self.effects, node) is not None
-        return self._stored[node]
-
-    def storage(self, node: fx.Node) -> fx.Node | None:
-        """See :func:`storage_of`."""
-        if node not in self._storage:
-            self._storage[node] = storage_of(self.effects, node)
-        return self._storage[node]
-
-    def read(self, anchor: fx.Node) -> Match | NearMiss | None:
-        """What an anchor is.
-
-        Raises:
-            RefusedError: its weight means something else, with the reason.
-            MutatedError: an alias of a value was overwritten before it is read.
-            LayoutError: it is no product of a weight and rows.
-        """
-        return self.twins.read((anchor,), lambda: self._match(anchor))
-
-    def _match(self, anchor: fx.Node) -> Match:
-        call = self.effects.calls[anchor]
-        assert call is not None, "an anchor is a call"
-        if call.name in (*NATIVE, _MACHINES_OWN):
-            return self._native(call)
-        region, dims = Region(self.effects), fresh(shape_of(known_tensor(anchor)))
-        product, bias = self._product(region, call, dims)
-        given, factor = product.left, product.right  # of a weight on the left nobody could tell that it is none
-        rows = set(axes_of(given.dims)) - set(product.summed)
-        if rows & set(axes_of(factor.dims)):
-            raise RefusedError("BATCHED_WEIGHT", "every row has a weight of its own", "multiply each by itself")
-        weight = brought(self.effects, read_weight(self.effects, product, factor, self.storage(factor.node)))
-        core = self._core(weight.region, weight.leaf.node, anchor, [given.node, *([] if bias is None else [bias.node])])
-        read: Mapping[fx.Node, Dims] = {**weight.read, anchor: dims}
-        return LinearEmitter.of(product.dims, given, weight, bias, core).match(OP, core, read)
-
-    def _native(self, call: Call) -> Match:
-        """The product that a call of PyTorch's own is.
-
-        Raises:
-            RefusedError: its weight has a layout that other machines do not know.
-        """
-        if call.name == _MACHINES_OWN:
-            text = "the weight is laid out for the instructions of this machine, and PyTorch's own product of it stays"
-            raise RefusedError("NOT_DEQUANTISED", text, "store two numbers in a byte, and multiply by what they mean")
-        anchor, region = call.node, Region(self.effects)
-        nodes = [region.seen_by(anchor, each) for each in anchor.args if isinstance(each, fx.Node)]
-        if len(nodes) != 3:
-            raise LayoutError("operands by other names")
-        (given, stored, scale), dims = nodes, fresh(shape_of(known_tensor(anchor)))
-        (columns,) = fresh(shape_of(known_tensor(given))[1:])
-        if not columns or not dims[1]:
-            raise LayoutError("a product without columns")
-        meant, leaf = region.leaf(scale, (dims[1],)), Leaf(stored, (dims[1], columns))
-        weight = Weight(leaf, "none", meant, sympy.S.Zero, region, dims[1], columns, (), columns, is_native=True)
-        core = self._core(region, stored, anchor, [given])
-        emitter = LinearEmitter.of(dims, Factor(given, (dims[0], columns)), weight, None, core)
-        return emitter.match(OP, core, {anchor: dims})
-
-    def _product(self, region: Region, call: Call, dims: Dims) -> tuple[Contraction, Leaf | None]:
-        """The product, and what is added to each of its columns.
-
-        Raises:
-            LayoutError: it is none, or something else is added.
-        """
-        product = contraction.read(region, call, dims)
-        if product is None or product.coefficient != 1:
-            raise LayoutError("no product, or a multiple of one")
-        if product.addend is None:
-            return product, None
-        node, added_dims, weight = product.addend
-        leaf = Leaf(node, added_dims)
-        if weight != 1 or not leaf.axes <= set(axes_of(dims[-1:])):
-            raise LayoutError("what is added is no bias")
-        return product, leaf
-
-    def _core(self, region: Region, storage: fx.Node, anchor: fx.Node, others: list[fx.Node]) -> Core:
-        """What becomes superfluous.
-
-        Raises:
-            RefusedError: someone else needs the weight, a mode changes, or an operand is overwritten.
-        """
-        found = find_core(self.effects, storage, anchor, is_operand=True)
-        core = replace(
-            found, nodes=tuple(node for node in found.nodes if node is not storage)
-        )  # others may read it, too
-        edge = {leaf.node for leaf in region.leaves.values()} | set(others)
-        readers: dict[fx.Node, fx.Node] = {node: region.readers.get(node, anchor) for node in edge}
-        core.check(self.effects, readers, if_used="use the dequantised weight for one product only")
-        return core
+#: One number in each element, or two in a byte, by the words of the op: mypy holds the two alike.
+Packing: TypeAlias = Literal["none", "low_first", "high_first", "low_half", "high_half"]
+#: Dtypes of what is stored.
+STORED = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
+#: So many calls are followed up from a weight, which no unpacking has.
+_MOST_CALLS = 64
 
 
 @dataclass(frozen=True)
-class LinearEmitter(TableEmitter):
-    """``op(input, weight, scale, zero, offset, bias)`` over the rows of the input."""
+class Weight:
+    """A weight in stored numbers, ``scale * stored + summand`` over ``out`` and ``columns``, the axes of its rows.
 
-    kind: ClassVar = Operands
-    result_shape: ClassVar = "N O"
+    ``groups`` are the first of the columns' axes: scale and summand do not depend on others. The stored tensor has the
+    dims of ``leaf``; of bytes that hold two numbers these lack the axis of the two. ``unpacked`` says what it is where the
+    graph computes it. ``order`` is an index of groups whose columns are no neighbours; columns are those that are, in order.
+
+    Where it ``is_kept`` it is made once for all calls, of numbers less ``low`` where these are two in a byte; ``unkept`` is
+    why it is unpacked in every call. The source calls a product of PyTorch's own where it ``is_native``.
+    """
+
+    leaf: Leaf
+    packing: Packing
+    scale: sympy.Expr
+    summand: sympy.Expr
+    region: Region
+    out: tuple[Axis, ...]
+    columns: tuple[Axis, ...]
+    groups: tuple[Axis, ...]
+    stored_columns: tuple[Axis, ...]
+    codebook: Leaf | None = None
+    read: Mapping[fx.Node, Dims] = field(default_factory=dict)
+    unpacked: Unpacked | None = None
+    order: fx.Node | None = None
+    is_kept: bool = False
+    low: int | None = None
+    unkept: str = ""
+    is_native: bool = False
+
+
+@dataclass(frozen=True)
+class Dequantised:
+    """A product of ``given`` with a ``weight`` of stored numbers, to whose columns ``bias`` is added: ``output``."""
 
     given: Factor
     weight: Weight
     bias: Leaf | None
-    rows: tuple[Axis, ...]
     output: fx.Node
     output_dims: Dims
-    attrs: LinearAttrs
 
-    @classmethod
-    def of(cls, dims: Dims, given: Factor, weight: Weight, bias: Leaf | None, core: Core) -> LinearEmitter:
-        """What was read, over the axes of the result."""
-        rows = tuple(axis for axis in axes_of(dims) if axis not in set(weight.out))
-        numbers = meaning(weight)
-        dtypes = [known_tensor(node).dtype for node in core.nodes]
-        attrs = LinearAttrs(
-            packing=weight.packing,
-            is_transposed=weight.unpacked is None and not weight.is_kept and is_transposed(weight),
-            **{f"has_{name}": name in numbers for name in ("scale", "zero", "offset")},
-            has_bias=bias is not None,
-            has_codebook=weight.codebook is not None,
-            has_order=weight.order is not None,
-            is_native=weight.is_native,
-            compute_dtype=max((each for each in dtypes if each.is_floating_point), key=lambda each: each.itemsize),
-            out_dtype=known_tensor(core.output).dtype,
+
+def recognise(effects: Effects, call: Call, storage: Callable[[fx.Node], fx.Node | None], known: Values) -> Dequantised:
+    """The product with a stored weight that a call is; ``storage`` says which tensor a factor is computed from.
+
+    Raises:
+        RefusedError: its weight means something else, with the reason.
+        MutatedError: an alias of a value was overwritten before it is read.
+        LayoutError: it is no product of a weight and rows.
+    """
+    region, dims = Region(effects), fresh(shape_of(known_tensor(call.node)))
+    product, bias = _product(region, call, dims)
+    given, factor = product.left, product.right  # of a weight on the left nobody could tell that it is none
+    rows = set(axes_of(given.dims)) - set(product.summed)
+    if rows & set(axes_of(factor.dims)):
+        raise RefusedError("BATCHED_WEIGHT", "every row has a weight of its own", "multiply each by itself")
+    weight = _read_weight(effects, product, factor, storage(factor.node), known)
+    return Dequantised(given, weight, bias, call.node, dims)
+
+
+def _product(region: Region, call: Call, dims: Dims) -> tuple[Contraction, Leaf | None]:
+    """The product, and what is added to each of its columns.
+
+    Raises:
+        LayoutError: it is none, or something else is added.
+    """
+    product = contraction.read(region, call, dims)
+    if product is None or product.coefficient != 1:
+        raise LayoutError("no product, or a multiple of one")
+    if product.addend is None:
+        return product, None
+    node, added_dims, weight = product.addend
+    leaf = Leaf(node, added_dims)
+    if weight != 1 or not leaf.axes <= set(axes_of(dims[-1:])):
+        raise LayoutError("what is added is no bias")
+    return product, leaf
+
+
+def storage_of(effects: Effects, node: fx.Node) -> fx.Node | None:
+    """The largest tensor of few bits that a value is computed from; None where there is none, or a product on the way."""
+
+    def is_given(each: fx.Node) -> bool:
+        call = effects.calls[each]
+        return call is None or (call.name == "getattr" and is_subclass(tensor_of(call.input)))  # or inside of that
+
+    def above(each: fx.Node) -> list[fx.Node]:
+        return [] if is_given(each) or effects.name(each) in PRODUCTS else each.all_input_nodes
+
+    seen = [*reached([node], above, _MOST_CALLS + 1)]
+    if len(seen) > _MOST_CALLS or any(effects.name(each) in PRODUCTS for each in seen):  # what comes out of a layer
+        return None
+    tensors = {each: tensor for each in seen if is_given(each) and (tensor := tensor_of(each)) is not None}
+    found = [each for each, tensor in tensors.items() if tensor.dtype in STORED and tensor.dim() >= 2]
+    return max(found, key=lambda each: tensors[each].numel(), default=None)
+
+
+def _read_weight(
+    effects: Effects, product: Contraction, factor: Factor, storage: fx.Node | None, known: Values
+) -> Weight:
+    """What ``factor`` of a product is made of: of what is stored, or of whole numbers that were unpacked from that.
+
+    Raises:
+        RefusedError: it is not affine in what is stored, with the reason.
+        MutatedError: an alias of a value was overwritten before it is read.
+        LayoutError: a layout has no exact form in axes.
+    """
+    unpacked = numbers_of(effects, factor.node)
+    refusal: RefusedError | LayoutError = LayoutError("nothing of few bits is stored")
+    if storage is not None:
+        try:
+            return _read_stored(effects, product, factor, storage, known)
+        except (RefusedError, LayoutError) as error:
+            refusal = error
+    if unpacked is None:
+        raise refusal
+    shifted = less_shifted(effects, unpacked)
+    numbers = unpacked if shifted is None else shifted
+    try:
+        return _read_plain(effects, product, factor, numbers.node, known, numbers)
+    except RefusedError as error:
+        raise (refusal if storage is not None else error) from error
+    except LayoutError as error:
+        if isinstance(refusal, RefusedError):
+            raise refusal from error
+        text = f"{told(numbers.node)} is unpacked into a shape that has no exact form: {error}"
+        raise RefusedError("NOT_DEQUANTISED", text, "give the weight a fixed size, or unpack it row by row") from error
+
+
+def _read_stored(effects: Effects, product: Contraction, factor: Factor, storage: fx.Node, known: Values) -> Weight:
+    stored = tensor_of(storage)
+    assert stored is not None, "what is stored is a tensor"
+    if stored.dtype == torch.uint8 and _is_even(product.summed):
+        for is_first in (True, False):
+            found = _read_packed(effects, product, factor, storage, _out(product, factor), is_first=is_first)
+            if found is not None:
+                return found
+    return _read_plain(effects, product, factor, storage, known)
+
+
+def _read_plain(
+    effects: Effects,
+    product: Contraction,
+    factor: Factor,
+    storage: fx.Node,
+    known: Values,
+    unpacked: Unpacked | None = None,
+) -> Weight:
+    """The weight of a number in each element."""
+    region = Indexed(effects, expand_masks=True, stops={storage}, functions=BITS, known=known)
+    expression = region.express(factor.node, factor.dims, product.call.node)
+    out = _out(product, factor)
+    found = _weight(region, expression, storage, "none", out, product.summed, product.summed)
+    return replace(found, unpacked=unpacked)
+
+
+def _out(product: Contraction, factor: Factor) -> tuple[Axis, ...]:
+    """The axes of a weight's rows."""
+    columns = axes_of((product.summed,))
+    out = tuple(axis for axis in axes_of(factor.dims) if axis not in set(columns))
+    if not columns or not out:
+        raise LayoutError("a product without columns")
+    return out
+
+
+def _is_even(columns: tuple[Axis, ...]) -> bool:
+    """Whether columns may be pairs."""
+    return len(columns) == 1 and isinstance(columns[0].size, int) and columns[0].size % 2 == 0 and columns[0].size > 2
+
+
+def _read_packed(
+    effects: Effects, product: Contraction, factor: Factor, storage: fx.Node, out: tuple[Axis, ...], *, is_first: bool
+) -> Weight | None:
+    """The weight of bytes that hold two numbers each, neighbours or from both halves; None where it is none."""
+    (axis,) = product.summed
+    own, pair = Axis(axis.size // 2), Axis(2)
+    edge = Edge(effects, storage)
+    region = Parts(effects, expand_masks=True, stops=edge, functions={**FUNCTIONS, **BITS}, features=[own])
+    halves = []
+    for place in (Fixed(2, 0), Fixed(2, 1)):
+        columns = (own, place) if is_first else (place, own)
+        dims = tuple(columns if dim == (axis,) else dim for dim in factor.dims)
+        try:
+            halves.append(region.express(factor.node, dims, product.call.node))
+        except LayoutError:
+            return None
+    numbers = [each.atoms(LOW, HIGH) for each in halves]
+    if any(len(each) != 1 for each in numbers) or len(region.source_symbols) != 1:
+        return None
+    ((one,), (other,)), (symbol,) = numbers, region.source_symbols
+    if type(one) is type(other) or one.args != (symbol,) or other.args != (symbol,):
+        return None
+    first, second = halves[0].xreplace({one: symbol}), halves[1].xreplace({other: symbol})
+    if not _join(region, first, second, pair):
+        raise RefusedError("NOT_DEQUANTISED", "the two numbers of a byte mean different things", "scale both alike")
+    axis.parts = (own, pair) if is_first else (pair, own)
+    order: Packing = ("low_first" if is_first else "low_half") if isinstance(one, LOW) else _HIGH_PACKING[is_first]
+    return _weight(region, first, storage, order, out, (own,), (axis,))
+
+
+_HIGH_PACKING: Mapping[bool, Packing] = {True: "high_first", False: "high_half"}
+
+
+def _join(region: Region, first: sympy.Expr, second: sympy.Expr, pair: Axis) -> bool:
+    """Whether two expressions are one, of leaves that get an axis of pairs where they are read at two places."""
+    leaves, joined = region.leaves, {}
+    for a in region.leaves_in(first):
+        for b in region.leaves_in(second):
+            dims = None if leaves[a].node is not leaves[b].node else paired(leaves[a].dims, leaves[b].dims, pair)
+            if dims is not None:
+                joined[a] = b, Leaf(leaves[a].node, dims)
+                break
+    if sympy.expand(first.xreplace({a: b for a, (b, _) in joined.items()}) - second) != 0:
+        return False
+    leaves.update({a: leaf for a, (_, leaf) in joined.items()})
+    return not any(has_fixed_index(dim) for a in joined for dim in leaves[a].dims)
+
+
+def _weight(
+    region: Region,
+    expression: sympy.Expr,
+    storage: fx.Node,
+    packing: Packing,
+    out: tuple[Axis, ...],
+    stored_columns: tuple[Axis, ...],
+    columns: tuple[Axis, ...],
+) -> Weight:
+    """The parts of an expression.
+
+    Raises:
+        RefusedError: it is not affine in what is stored, or reads that in two ways.
+    """
+    own = [symbol for symbol, leaf in region.leaves_in(expression).items() if leaf.node is storage]
+    if not own:
+        raise RefusedError("NOT_DEQUANTISED", *_unread(region, storage))
+    if len(own) > 1:
+        raise RefusedError("NOT_DEQUANTISED", "the weight reads what is stored in two ways", "read it once")
+    (symbol,) = own
+    codes = expression.atoms(CODE)
+    if len(codes) > 1 or any(
+        code.args[1] != symbol or expression.xreplace({code: sympy.S.Zero}).has(symbol) for code in codes
+    ):
+        raise RefusedError("NOT_DEQUANTISED", "numbers of a table are read in two ways", "read them once")
+    codebook = next((region.leaves[code.args[0]] for code in codes), None)
+    expanded = sympy.expand(expression.xreplace(dict.fromkeys(codes, symbol)))
+    scale = expanded.coeff(symbol, 1)
+    summand = expanded.coeff(symbol, 0)
+    if sympy.expand(scale * symbol + summand - expanded) != 0 or scale == 0 or scale.has(symbol):
+        text = f"the weight is no multiple of what is stored, but {expression}"
+        raise RefusedError("NOT_AFFINE", text, "write it as (stored - zero) * scale")
+    if has_bits(scale) or has_bits(summand):
+        raise RefusedError("NOT_DEQUANTISED", "scales or zero points are bits of something", "unpack them before")
+    rounded = next((node for node in region.interior if _is_rounded(region.effects, node)), None)
+    if rounded is not None:
+        text = f"the weight is rounded to {known_tensor(rounded).dtype} on its way"
+        raise RefusedError("NOT_DEQUANTISED", text, "round it before it is stored")
+    leaf, out = region.leaves[symbol], atoms(out)
+    span = {*out, *atoms(stored_columns)}
+    if leaf.axes != span or {*axes_of(leaf.dims)} != span:
+        raise RefusedError(
+            "NOT_DEQUANTISED", "what is stored is repeated, or has other axes than the weight", "store it once"
         )
-        return cls(given, weight, bias, rows, core.output, dims, attrs)
+    order = _ordered(region, scale, summand, columns)
+    groups = _groups(region, scale, summand, {*out}, columns)
+    read = region.interior
+    return Weight(
+        leaf, packing, scale, summand, region, out, columns, groups, stored_columns, codebook, read, order=order
+    )
 
-    @property
-    def runs(self) -> dict[str, tuple[Axis, ...]]:
-        """Rows, and those of the weight."""
-        weight = self.weight
-        return {"N": self.rows, "K": weight.columns, "O": weight.out, "W": weight.stored_columns, "G": weight.groups}
 
-    def operands(self, builder: Builder) -> Any:
-        """Those of the table; what is the same number everywhere is a tensor of one element."""
-        table = self.table()
-        given = {name: cell.value(builder) for name, cell in table.items()}
-        like = given["input"]
-        if self.weight.order is not None:
-            given["order"] = builder.value(self.weight.order).argsort(stable=True)
-        given["weight"] = self._formed(given["weight"], given.get("order"))
-        for name in ("scale", "zero", "offset"):
-            value = given.get(name)
-            if isinstance(value, float):
-                given[name] = like.new_full((1, 1), value, dtype=torch.float32)
-            elif value is not None and value.dim() == 0:
-                given[name] = value.reshape(1, 1)
-            elif value is not None and self.weight.is_kept:
-                given[name] = value.contiguous()
-        return Operands(**given)
+def _unread(region: Region, storage: fx.Node) -> tuple[str, str]:
+    """What hides the stored numbers from being read, and what helps."""
+    for leaf in region.leaves.values():
+        call = region.effects.calls[leaf.node]
+        if call is not None and storage_of(region.effects, leaf.node) is storage:
+            text = f"{told(leaf.node)} has no reading here: {call.name} may wrap around, round, or take other bits"
+            return text, "convert what is stored to floating point first, as by .to(x.dtype)"
+    return "what is stored does not reach the weight", "multiply by what is computed from it"
 
-    def _formed(self, numbers: Any, order: Any) -> Any:
-        """The weight in the form that kernels get: see ``form.py``."""
-        weight, unpacked = self.weight, self.weight.unpacked
-        if order is not None:
-            numbers = numbers.index_select(1, order)
-        if weight.low is not None:
-            return packed(numbers - weight.low, weight.packing).contiguous()  # bytes lie as the numbers did
-        if unpacked is not None:
-            numbers = numbers.to(unpacked.dtype)
-        return numbers.contiguous() if weight.is_kept or unpacked is not None else numbers
 
-    def table(self) -> dict[str, Cell]:
-        """The input, what is stored, and what that means."""
-        weight = self.weight
-        table = {
-            "input": Cell(Leaf(self.given.node, self.given.dims), self.axes(SHAPES["input"])),
-            "weight": Cell(weight.leaf, self.axes(SHAPES["weight"])),
-        }
-        for name, what in meaning(weight).items():
-            table[name] = Cell(what, self.axes(SHAPES[name]), region=weight.region)
-        if weight.codebook is not None:
-            table["codebook"] = Cell(weight.codebook, (axes_of(weight.codebook.dims),))
-        if self.bias is not None:
-            table["bias"] = Cell(self.bias, self.axes(SHAPES["bias"]), is_whole=True)
-        return table
+def _is_rounded(effects: Effects, node: fx.Node) -> bool:
+    """Whether a call casts to floats of eight bits."""
+    call = effects.calls[node]
+    return call is not None and call.name in CASTS and is_floating(node) and known_tensor(node).dtype in STORED
 
-    def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
-        """The finished match."""
-        weight, stored = self.weight, known_tensor(self.weight.leaf.node)
-        unpacked = weight.unpacked
-        inputs = {self.given.node: Input(self.given.dims)}
-        leaves = weight.region.leaves_in(*meaning(weight).values()).values()
-        for leaf in (*leaves, *(each for each in (self.bias, weight.codebook) if each is not None)):
-            inputs.setdefault(leaf.node, Input(leaf.dims, range=_range(known_tensor(leaf.node))))
-        drawn = _range(stored) if unpacked is None else (float(unpacked.bounds[0]), unpacked.bounds[1] + 1.0)
-        inputs[weight.leaf.node] = Input(weight.leaf.dims, range=drawn)
-        region, buffers = weight.region, tuple[fx.Node, ...]()
-        if isinstance(region, Indexed):
-            buffers = tuple(region.buffers)
-            is_shuffled = weight.order is not None
-            inputs |= {
-                node: Input(dims, counts=axis, is_shuffled=is_shuffled) for node, (dims, axis) in region.counts.items()
-            }
-        rows, columns, out, groups = self.extents("N K O G")
-        dtypes, device = (known_tensor(self.given.node).dtype, _stored_dtype(weight)), known_tensor(self.output).device
-        facts = LinearFacts(rows, columns, out, int(groups), *dtypes, device.type, core.wants_grad(inputs))
-        operands = {"input": self.given.node, "weight": weight.leaf.node}
-        pairs = () if weight.packing == "none" else atoms((*weight.columns, *weight.stored_columns))
-        pinned = frozenset((*pairs, *(() if weight.codebook is None else weight.codebook.axes)))
-        told = (Reason("WEIGHT_UNPACKED", f"in every call: {weight.unkept}"),) if weight.unkept else ()
-        return Match(
-            op,
-            Site.of(core, self.output_dims, read),
-            Found(self.attrs, facts, inputs, operands, self, buffers=buffers, notes=told),
-            Trial(masked_rows_count=False, pinned=pinned),
+
+def _ordered(region: Region, scale: sympy.Expr, summand: sympy.Expr, columns: tuple[Axis, ...]) -> fx.Node | None:
+    """The index of groups that scales were gathered by, where columns of a group are no neighbours; then they become some.
+
+    Whatever else depends on columns would have to be put in order, too.
+    """
+    used = region.axes_in(scale, summand)
+    shuffled = region.shuffled if isinstance(region, Indexed) else {}
+    found = {columns_: each for columns_, each in shuffled.items() if each[0] in used}
+    if not found:
+        return None
+    if {*found} != {*atoms(columns)} or not used.isdisjoint(found):
+        text = "scales of groups in another order, and of columns or their neighbours"
+        raise RefusedError("NOT_DEQUANTISED", text, "gather all of them by one index of groups")
+    ((axis, (groups, index, _)),) = found.items()
+    axis.parts = (groups, Axis(axis.size // groups.size))
+    return index
+
+
+def _groups(
+    region: Region, scale: sympy.Expr, summand: sympy.Expr, out: set[Axis], columns: tuple[Axis, ...]
+) -> tuple[Axis, ...]:
+    """The first axes of the columns, such that factor and summand depend on no others of them."""
+    used, parts = region.axes_in(scale, summand), atoms(columns)
+    if not used <= out | {*parts}:
+        raise RefusedError(
+            "NOT_DEQUANTISED", "what is multiplied depends on more than rows and columns", "scale it afterwards"
         )
-
-
-def _stored_dtype(weight: Weight) -> torch.dtype:
-    """That of what kernels get."""
-    if weight.low is not None:
-        return torch.uint8
-    return known_tensor(weight.leaf.node).dtype if weight.unpacked is None else weight.unpacked.dtype
-
-
-def meaning(weight: Weight) -> dict[str, sympy.Expr]:
-    """What stored numbers mean, by the op's names: a summand is a zero point where it is a simple multiple of the scale."""
-    found = {} if weight.scale == 1 else {"scale": weight.scale}
-    if weight.summand != 0:
-        zero = sympy.cancel(-weight.summand / weight.scale)
-        is_simple = not sympy.fraction(zero)[1].free_symbols
-        found["zero" if is_simple else "offset"] = zero if is_simple else weight.summand
-    return found
-
-
-def _range(tensor: torch.Tensor) -> tuple[float, float] | None:
-    """From which number on, and up to which, proofs draw what is stored."""
-    if tensor.dtype.is_floating_point:
-        return (-8.0, 8.0) if tensor.dtype.itemsize == 1 else None
-    limits = torch.iinfo(tensor.dtype)
-    return (float(max(limits.min, -128)), min(limits.max, 255) + 1.0)
+    last = max((place for place, axis in enumerate(parts) if axis in used), default=-1)
+    if last + 1 == len(parts) and len(parts) == 1:
+        unread = region.unread if isinstance(region, Indexed) else None
+        text, edit = unread or ("what is multiplied changes from column to column", "scale the input by it")
+        raise RefusedError("NOT_DEQUANTISED", text, edit)
+    return tuple(parts[: last + 1])

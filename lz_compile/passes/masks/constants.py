@@ -8,7 +8,6 @@ symbolic size.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch import fx
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import frames
+from lz_compile.passes.formula.expressions import Known
 from lz_compile.passes.graph.effects import Effects, Look
 from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import Call, memories_of, read, tensor_of, value_of
@@ -43,23 +43,15 @@ DETERMINISTIC = frozenset(
 _CAST = frozenset("pow rsqrt reciprocal exp log log2 sum prod cumsum cumprod".split())
 
 
-@dataclass(frozen=True)
-class Constant:
-    """A value (on the CPU), and the buffers whose values are in it."""
-
-    value: torch.Tensor
-    buffers: tuple[fx.Node, ...]
-
-
 class Constants:
     """Values of one graph's constant tensors, computed once."""
 
     def __init__(self, effects: Effects) -> None:
         self._effects = effects
-        self._known: dict[tuple[fx.Node, fx.Node | None], tuple[Constant | Reason, Look]] = {}
+        self._known: dict[tuple[fx.Node, fx.Node | None], tuple[Known | Reason, Look]] = {}
         self._is_constant: dict[fx.Node, Reason | None] = {}
 
-    def value(self, node: fx.Node, reader: fx.Node | None = None) -> Constant | Reason:
+    def value(self, node: fx.Node, reader: fx.Node | None = None) -> Known | Reason:
         """The value of ``node`` when it is made, or as ``reader`` finds it where it was overwritten in the meantime."""
         if (node, reader) not in self._known:
             with self._effects.watched() as look:
@@ -75,7 +67,7 @@ def evaluate(
     node: fx.Node,
     reader: fx.Node | None = None,
     known: dict[fx.Node, Reason | None] | None = None,
-) -> Constant | Reason:
+) -> Known | Reason:
     """The value of a tensor that only constants make, or the reason why it is none."""
     stop = None if reader is None else effects.position[reader]
     order = _replay(effects, node, stop, {} if known is None else known)
@@ -94,7 +86,7 @@ def evaluate(
             return _refusal(f"{told(node)} is another one if all that is constant before it is computed")
     if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (tuple(wanted.shape), wanted.dtype):
         return _refusal(f"{told(node)} came out in another shape or dtype than it was traced with")
-    return Constant(value, tuple(each for each in order if each.op == "placeholder"))
+    return Known(value, tuple(each for each in order if each.op == "placeholder"))
 
 
 def _run(effects: Effects, node: fx.Node, order: list[fx.Node]) -> Any:

@@ -20,6 +20,7 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.bands import Reach
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of, resolve
+from lz_compile.passes.formula.expressions import Known
 from lz_compile.passes.formula.piecewise import Number, Piecewise, Value
 from lz_compile.passes.formula.polynomial import ZERO, Polynomial
 from lz_compile.passes.formula.predicates import FALSE, TRUE, Predicate, both, conjuncts, negation, variables
@@ -30,7 +31,7 @@ from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.masks import bands as mask_bands
 from lz_compile.passes.masks import constant_patterns
 from lz_compile.passes.masks.bands import Positions
-from lz_compile.passes.masks.constants import Constant, Constants, hold_the_same
+from lz_compile.passes.masks.constants import Constants, hold_the_same
 from lz_compile.passes.masks.index_reading import Reader, read_window, seen_in_window
 from lz_compile.passes.masks.meaning import Axes, Documents, Ends, Meaning, Slopes, Terms, Window
 from lz_compile.passes.masks.parts import Parts, is_stable, of_conditions
@@ -223,7 +224,7 @@ class _Reading:
         elements = product(shape_of(known_tensor(node)))
         is_large = not isinstance(elements, int) or elements > _LARGE
         constant = read if is_large and isinstance(read, Meaning) else self.constants.value(node, user)
-        if not isinstance(constant, Constant):
+        if not isinstance(constant, Known):
             return read
         value = constant_patterns.read(constant.value, [self.reader.place(dim) for dim in dims])
         found = read if value is None else self._of(node, value, keeps=keeps)

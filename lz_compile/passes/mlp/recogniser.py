@@ -1,36 +1,72 @@
 """Gated MLPs (SwiGLU, GEGLU, ReGLU, GLU and the like) and activations of projections, in all of their spellings.
 
 The anchor is the last operation of a pointwise function of one or two projections: the product of the activated gate and the
-other row, or the activation itself. Which function it is, its values say (:mod:`gated_form`). The projections before and
-after it are not part of the op.
+other row, or the activation itself. The projections before and after it are not part of the op. What becomes superfluous,
+whoever asks for matches asks of what was found (:mod:`matching`).
+
+Which function it is, ``activation(gate + a) * (up + b)``, its values say. ``x * sigmoid(x)``, ``x / (1 + exp(-x))`` and
+``F.silu(x)`` have the same values at every point, so they are one function; no list of spellings is kept. The slope in one
+row, at all points of the other, names the activation and tells which of the rows is the gate; whatever is added to either
+follows from a few more values. The form that is found must then agree with the expression at points where all of its symbols
+differ.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
+import sympy
+import torch
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula.activations import BENDS
+from lz_compile.lowering.ops.mlp import ACTIVATIONS, MlpAttrs, Operands, compute
 from lz_compile.passes.formula.algebra import Leaf, Region
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fresh
+from lz_compile.passes.formula.axes import Dims, axes_of, fresh
+from lz_compile.passes.formula.bends import AT_LEAST, AT_MOST, BENDS, evaluate, tensor
 from lz_compile.passes.formula.expressions import is_cast
-from lz_compile.passes.formula.projections import Supports, projection, rearranges
+from lz_compile.passes.formula.projections import Supports, rearranges
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
-from lz_compile.passes.mlp.emitter import MlpEmitter
-from lz_compile.passes.mlp.gated_form import Form, read_form
-from lz_compile.passes.rewriting.core import Core, core_between
-from lz_compile.passes.rewriting.match import Driver, Match, Outcome
-from lz_compile.passes.rewriting.twins import Twins
+from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.view import known_tensor
 
-OP = "mlp"
+#: Activations that are MLPs by themselves, without a second factor; others are gates, or routers.
+PLAIN = frozenset({"silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu_squared", "mish"})
+_LOW, _HIGH = 0.25, 0.75
+#: Values differ where they differ by more than this, relative to their size: constants in sources have few digits.
+TOLERANCE = 1e-6
+_REACH = 12.0
 
 
-def read_activation(effects: Effects, supports: Supports, anchor: fx.Node) -> Match:
+@dataclass(frozen=True)
+class Form:
+    """``activation(gate + gate_bias) * (up + up_bias + up_offset)``, both held to ``limit`` where there is one."""
+
+    activation: str
+    gate: sympy.Symbol
+    up: sympy.Symbol | None = None
+    gate_bias: sympy.Symbol | None = None
+    up_bias: sympy.Symbol | None = None
+    limit: float | None = None
+    up_offset: float = 0.0
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation of ``leaves``, which are of ``region``, by the names of the op's operands; ``output`` has the result."""
+
+    region: Region
+    form: Form
+    leaves: Mapping[str, Leaf]
+    output: fx.Node
+    output_dims: Dims
+
+
+def recognise(effects: Effects, supports: Supports, anchor: fx.Node) -> Activation:
     """The activation that ends in ``anchor``.
 
     Raises:
@@ -51,28 +87,7 @@ def read_activation(effects: Effects, supports: Supports, anchor: fx.Node) -> Ma
     hidden = set(axes_of(leaves["gate"].dims[-1:]))
     if any(leaf.axes != hidden for name, leaf in leaves.items() if name.endswith("bias")):
         raise RefusedError("BIAS_NOT_A_ROW", "a bias is not one number per column", "add it to the projection")
-    core = _core(region, [leaves[name].node for name in ("gate", "up") if name in leaves], anchor)
-    return MlpEmitter.of(effects, form, leaves, dims, core).match(OP, core, region.interior)
-
-
-def read_halves(effects: Effects, call: Call) -> Match:
-    """``F.glu``: the first half of a tensor times the sigmoid of the second.
-
-    Raises:
-        RefusedError: the tensor is overwritten.
-        LayoutError: it is no call on a tensor of floating-point numbers.
-    """
-    source, tensor, at = tensor_of(call.input), tensor_of(call.node), call.get("dim", -1)
-    if source is None or tensor is None or not isinstance(at, int) or not tensor.is_floating_point():
-        raise LayoutError("halves of what is no tensor")
-    if 0 in shape_of(tensor):
-        raise LayoutError("nothing to halve")
-    at %= source.dim()
-    halves, dims = Axis(2), fresh(shape_of(tensor))
-    leaf = Leaf(effects.current(call.input, call.node), (*dims[:at], (halves, *dims[at]), *dims[at + 1 :]))
-    core = Core((call.node,), effects.ambient(call.node))
-    core.check(effects, {leaf.node: call.node})
-    return MlpEmitter.of_halves(leaf, halves, dims, at, call.node).match(OP, core, {call.node: dims})
+    return Activation(region, form, leaves, anchor, dims)
 
 
 @dataclass(frozen=True)
@@ -96,7 +111,7 @@ def _read(effects: Effects, anchor: fx.Node, dims: Dims, stops: _Stops) -> tuple
     span = set(axes_of(dims))
     if not 1 <= len(rows) <= 2 or any(region.leaves[symbol].axes != span for symbol in rows):
         return region, None
-    return region, read_form(expression, rows, weights)
+    return region, _form(expression, rows, weights)
 
 
 def _cuts(region: Region, supports: Supports) -> Iterator[frozenset[fx.Node]]:
@@ -131,87 +146,117 @@ def _is_transparent(region: Region, node: fx.Node) -> bool:
     return call is not None and (is_cast(call) or rearranges(call))
 
 
-def _core(region: Region, rows: list[fx.Node], anchor: fx.Node) -> Core:
-    """The nodes between rows and result.
+# ---- which function ---------------------------------------------------------------------------------------------------
 
-    Raises:
-        RefusedError: someone else needs one of them, a mode changes, or an operand is overwritten.
+
+def _form(expression: sympy.Expr, rows: Sequence[sympy.Symbol], weights: Sequence[sympy.Symbol]) -> Form | None:
+    """The form of an expression in ``rows`` (one or two) and ``weights``; None where it has none."""
+    try:
+        samples = _samples(rows, weights)
+        values = evaluate(expression, samples)
+        for found in _candidates(expression, rows, weights):
+            for complete in _with_biases(found, weights):
+                if agree(
+                    values, _values(complete, samples), torch.stack([abs(each) for each in samples.values()]).amax(0)
+                ):
+                    return complete
+    except LookupError:
+        pass
+    return None
+
+
+def _candidates(expression: sympy.Expr, rows: Sequence[sympy.Symbol], weights: Sequence[sympy.Symbol]) -> list[Form]:
+    """Forms that agree where nothing is added, and what is added is zero."""
+    nothing: dict[sympy.Symbol, Any] = dict.fromkeys(weights, 0.0)
+    if len(rows) == 1:
+        named = name_of_values(evaluate(expression, nothing | {rows[0]: points()}))
+        return [Form(named[0], rows[0])] if named is not None and named[0] in PLAIN else []
+    found = []
+    limits = _limits(expression)
+    for gate, up in (rows, rows[::-1]):
+        low, high = (evaluate(expression, nothing | {gate: points(), up: at}) for at in (_LOW, _HIGH))
+        slope = (high - low) / (_HIGH - _LOW)
+        named = name_of_values(slope, limits) if isinstance(slope, torch.Tensor) else None
+        if named is not None:
+            at = int((points() - 1).abs().argmin())
+            offset = float(low[at] / slope[at]) - _LOW
+            offset = round(offset, 6) if abs(offset - round(offset, 6)) < 1e-9 else offset
+            found.append(Form(named[0], gate, up, limit=named[1], up_offset=offset))
+    return found
+
+
+def _limits(expression: sympy.Expr) -> list[float]:
+    """The numbers that anything in the expression is held to."""
+    bounds = [argument for each in expression.atoms(AT_LEAST, AT_MOST) for argument in each.args]
+    return sorted({abs(float(bound)) for bound in bounds if bound.is_number and bound != 0})
+
+
+def _with_biases(form: Form, weights: Sequence[sympy.Symbol]) -> list[Form]:
+    """The form with every way to add each of the weights to the gate or to the other row."""
+    if not weights:
+        return [form]
+    if len(weights) > 1 + (form.up is not None):
+        return []
+    places = itertools.permutations((True, False) if form.up is not None else (True,), len(weights))
+    found = []
+    for place in places:
+        own = dict(zip(place, weights, strict=True))
+        found.append(
+            Form(form.activation, form.gate, form.up, own.get(True), own.get(False), form.limit, form.up_offset)
+        )
+    return found
+
+
+def _samples(rows: Sequence[sympy.Symbol], weights: Sequence[sympy.Symbol]) -> Mapping[sympy.Symbol, torch.Tensor]:
+    """Values for all symbols, no two alike."""
+    count = len(points())
+    found = {symbol: points().roll(23 * index) for index, symbol in enumerate(rows)}
+    steps = torch.arange(count, dtype=torch.float64, device="cpu")
+    return found | {symbol: 2 * torch.sin(steps * (1.3 + index)) for index, symbol in enumerate(weights)}
+
+
+def _values(form: Form, samples: Mapping[sympy.Symbol, torch.Tensor]) -> torch.Tensor:
+    """What the op gives for the form."""
+    attrs = MlpAttrs(form.activation, form.up is not None, limit=form.limit, up_offset=form.up_offset)
+    given = {name: getattr(form, name) for name in Operands.names}
+    x = Operands(**{name: samples[each] for name, each in given.items() if each is not None})
+    return compute(x, attrs, torch.float64)
+
+
+@cache
+def points() -> torch.Tensor:
+    """Where functions are compared, in float64: dense where activations bend, and far to both sides, where clamps show.
+
+    None of them is zero, where a choice between two equal values is free.
     """
-    effects = region.effects
-    core = core_between(effects, rows, region.interior, anchor)
-    if any(effects.ambient(node) != core.ambient for node in core.nodes):
-        raise RefusedError("MODE_CHANGES_INSIDE", "autocast or gradient mode changes inside", "change it outside")
-    edge = {leaf.node for leaf in region.leaves.values()}
-    core.check(
-        effects,
-        {node: region.readers.get(node, anchor) for node in edge},
-        if_used="use the activation for its product only",
-    )
-    return core
+    near = torch.linspace(-_REACH, _REACH, 44, dtype=torch.float64, device="cpu")
+    bends = [sign * 10.0**power for sign in (-1, 1) for power in (-3, -2, -1)]
+    far = [sign * size for sign in (-1, 1) for size in (31.0, 257.0, 3e3, 7e4)]
+    return torch.cat([near, torch.tensor([*bends, *far], dtype=torch.float64, device="cpu")])
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
-    """Every activation of an MLP in ``graph``, and every product that looks like a gated one's, with the reason."""
-    missed: set[fx.Node] = set()
-    reader = _Reader(effects, Supports(effects), Twins(effects))
-    driver = Driver(OP, reader.is_meant)
-    for found in driver.walk(reversed(graph.nodes), reader.is_last, reader.read):  # the last operation is met first
-        if not isinstance(found, NearMiss):
-            yield found
-            continue
-        if found.node not in missed:  # no part of another one that was refused
-            yield found
-        missed.update(reader.supports.behind(found.node))
+@cache
+def _table() -> Mapping[str, torch.Tensor]:
+    """The values of every activation."""
+    return {name: function(points()) for name, function in ACTIVATIONS.items()}
 
 
-@dataclass
-class _Reader:
-    """Activations of one graph; equal layers are read once."""
+def agree(first: Any, second: torch.Tensor, where: torch.Tensor | None = None) -> bool:
+    """Whether values are equal. A value that overflows on its way may be anything, where ``where`` (the point) is far."""
+    first = tensor(first).expand(second.shape)
+    near = (first - second).abs() <= TOLERANCE * (1 + second.abs())
+    if where is not None:
+        near |= ~first.isfinite() & (where.abs() > _REACH)
+    return bool(near.all())
 
-    effects: Effects
-    supports: Supports
-    twins: Twins
 
-    def is_last(self, node: fx.Node) -> bool:
-        """Whether a call may be the last one of an activation."""
-        return self.effects.calls[node] is not None and (self._is_glu(node) or self.supports.is_candidate(node))
-
-    def read(self, anchor: fx.Node) -> Match | NearMiss | None:
-        """What an anchor is.
-
-        Raises:
-            RefusedError: it is no activation of an MLP, with the reason.
-            MutatedError: an alias of a value was overwritten before it is read.
-            LayoutError: a layout has no exact form in axes.
-        """
-        if self._is_glu(anchor):
-            return self.twins.read((anchor,), lambda: read_halves(self.effects, self._call(anchor)))
-        return self.twins.read((anchor,), lambda: read_activation(self.effects, self.supports, anchor))
-
-    def is_meant(self, anchor: fx.Node, refusal: RefusedError) -> bool:
-        """Whether a refused anchor is clearly meant to be an activation of an MLP."""
-        is_known = self._is_glu(anchor) or len(self.supports.of(anchor).rows) == 2
-        return (refusal.reason.code != "NO_MLP" and is_known) or self._is_gated(anchor)
-
-    def _call(self, anchor: fx.Node) -> Call:
-        call = self.effects.calls[anchor]
-        assert call is not None, "an anchor is a call"
-        return call
-
-    def _is_glu(self, anchor: fx.Node) -> bool:
-        return self._call(anchor).name == "glu"
-
-    def _is_gated(self, anchor: fx.Node) -> bool:
-        """Whether an anchor multiplies a bent projection by another one of the same input and size."""
-        operands = anchor.all_input_nodes
-        factors = [self.supports.of(node) for node in operands]
-        if self._call(anchor).name != "mul" or len(factors) != 2 or sum(factor.is_bent for factor in factors) != 1:
-            return False
-        if any(len(factor.rows) != 1 or factor.given for factor in factors) or factors[0].rows == factors[1].rows:
-            return False
-        tensors = [tensor for tensor in map(tensor_of, (anchor, *operands)) if tensor is not None]
-        if len({shape_of(tensor) for tensor in tensors}) != 1:
-            return False
-        products = [projection(self.effects, row) for factor in factors for row in factor.rows]
-        calls = [None if node is None else self.effects.calls.get(node) for node in products]
-        return all(each is not None and each.input is calls[0].input for each in calls)  # type: ignore[union-attr]
+def name_of_values(values: Any, limits: Iterable[float] = ()) -> tuple[str, float | None] | None:
+    """The activation that has these values at :func:`points`, and the one of ``limits`` that its argument is held to."""
+    for name, known in _table().items():
+        if agree(values, known, points()):
+            return name, None
+    for limit in limits:
+        for name, function in ACTIVATIONS.items():
+            if agree(values, function(points().clamp(max=limit)), points()):
+                return name, limit
+    return None

@@ -3,14 +3,15 @@
 The anchor is a statistic of a row, such as a mean of squares. The row is what its polynomial is in; everything pointwise
 that follows is an expression in the row and its moments (:mod:`moments`), which is a normalisation if it is
 ``gain * (row - mean) / sqrt(variance + eps) + shift``, with gain and shift from weights only. The last such result is taken.
+What becomes superfluous, and what that is to a kernel, is asked of what was found (:mod:`matching`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import sympy
 from torch import fx
@@ -18,20 +19,17 @@ from torch import fx
 from lz_compile.ground.sizes import Size, product, shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.axes import LayoutError, axes_of, fresh
+from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of, fresh
 from lz_compile.passes.formula.edge import Edge, behind_casts
 from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.moments import CALLS, FUNCTIONS, MEAN_SQUARE, ROW, STATISTICS, Moments
 from lz_compile.passes.formula.normal_form import NormalForm, normal_form
-from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.formula.pointwise import is_dead, is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError, NearMiss, RefusedError, refusal_of, told
 from lz_compile.passes.graph.view import Call, is_floating, reached, tensor_of, tensor_operands
-from lz_compile.passes.norm.emitter import NormEmitter
-from lz_compile.passes.rewriting.core import Core, find_core, is_dead
-from lz_compile.passes.rewriting.match import Driver, Match, Outcome
-from lz_compile.passes.rewriting.twins import Twins
 
+OP = "norm"
 #: How many operations may lie between a row and its statistic, how many results of a statistic are looked at, and how
 #: many tensors are tried as the row.
 _BEFORE, _AFTER, _SOURCES = 6, 24, 8
@@ -116,64 +114,31 @@ def _is_read(call: Call | None) -> bool:
     )
 
 
-OP = "norm"
+#: What is made of a normalisation that was found.
+Made = TypeVar("Made")
 
 
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
-    """Every normalisation of rows in ``graph``, and every statistic that looks like one's, with the reason."""
-    missed: list[NearMiss] = []
-    driver, stack = Driver(OP), _Stack(effects, Twins(effects))
-    for found in driver.walk(graph.nodes, stack.is_statistic, stack.read):
-        if isinstance(found, NearMiss):
-            missed.append(found)
-        else:
-            yield found
-    yield from (miss for miss in missed if miss.node not in driver.covered)  # one statistic may be read with the next
+@dataclass(frozen=True)
+class Normalised:
+    """A row, the source of ``moments``, that is normalised as ``form`` says; ``output`` has the result."""
+
+    moments: Moments
+    form: NormalForm
+    output: fx.Node
+    output_dims: Dims
 
 
-@dataclass
-class _Stack:
-    """Normalisations of one graph; equal layers are read once."""
-
-    effects: Effects
-    twins: Twins
-    followed: dict[fx.Node, list[str]] = field(default_factory=dict)
-
-    def is_statistic(self, node: fx.Node) -> bool:
-        """Whether a call is a statistic of rows, or a normalisation."""
-        call = self.effects.calls[node]
-        if call is None or not (call.name in STATISTICS or call.name in CALLS):
-            return False
-        source = tensor_of(call.input)
-        return source is not None and source.is_floating_point() and 0 not in shape_of(source)
-
-    def read(self, anchor: fx.Node) -> Match | NearMiss | None:
-        results = results_of(self.effects, anchor)
-        if not is_worth_reading(self.effects, anchor, results):
-            return None
-
-        def is_alike(twin: Match) -> bool:  # followed alike, too: it does not end later than its prototype
-            followers = _followers(self.effects, twin.output)
-            return anchor in twin.core and followers == self.followed.get(twin.kind.output)
-
-        found = self.twins.read(results[::-1], lambda: _read(self.effects, anchor, results), is_alike)
-        if isinstance(found, Match):
-            self.followed[found.output] = _followers(self.effects, found.output)
-        return found
-
-
-def _followers(effects: Effects, node: fx.Node) -> list[str]:
-    return sorted("" if call is None else call.name for call in map(effects.calls.get, node.users))
-
-
-def _read(effects: Effects, anchor: fx.Node, results: list[fx.Node]) -> Match | NearMiss | None:
+def recognise(
+    effects: Effects, anchor: fx.Node, results: list[fx.Node], made: Callable[[Normalised], Made]
+) -> Made | NearMiss | None:
+    """What is ``made`` of the last of ``results`` that is a normalised row, which may refuse it, or why there is none."""
     refused: RefusedError | None = None
     for source in sources(effects, anchor):
         edge = Edge(effects, source)
         wanted = _size(source)
         for output in reversed([each for each in results if _size(each) == wanted and edge.encloses(each)]):
             try:
-                return _match(effects, source, output, anchor)
+                return made(_normalised(effects, source, output, anchor))
             except (RefusedError, MutatedError) as error:
                 refusal = refusal_of(error)
                 if refusal.reason.code != "NO_NORM":
@@ -215,7 +180,7 @@ def _size(node: fx.Node) -> Size:
     return product(shape_of(tensor_of(node)))  # type: ignore[arg-type]
 
 
-def _match(effects: Effects, source: fx.Node, output: fx.Node, anchor: fx.Node) -> Match:
+def _normalised(effects: Effects, source: fx.Node, output: fx.Node, anchor: fx.Node) -> Normalised:
     """The normalisation of ``source`` that ends in ``output``.
 
     Raises:
@@ -232,12 +197,8 @@ def _match(effects: Effects, source: fx.Node, output: fx.Node, anchor: fx.Node) 
             "NO_NORM", "the result is no normalised row", "divide the row by the root of its mean square"
         )
     form = replace(form, gain=moments.by_leaves(form.gain), shift=moments.by_leaves(form.shift))
-    check_weights(region, form, moments)
-    core = find_core(effects, source, output)
-    nodes = tuple(node for node in core.nodes if node is not source)
-    core = replace(core, nodes=nodes)
-    check_surroundings(effects, core, region, source, moments)
-    return NormEmitter.of(region, moments, form, output, dims, core).match(OP, core)
+    _check_weights(region, form, moments)
+    return Normalised(moments, form, output, dims)
 
 
 #: Functions of weights that can be written out again.
@@ -249,7 +210,7 @@ def leaf_nodes(region: Region) -> set[fx.Node]:
     return {leaf.node for leaf in region.leaves.values()}
 
 
-def check_weights(region: Region, form: NormalForm, moments: Moments) -> None:
+def _check_weights(region: Region, form: NormalForm, moments: Moments) -> None:
     """Gain and shift must come from weights: tensors that are given, and are not one per row."""
     rows = set(axes_of(moments.dims)) - set(moments.hidden)
     functions = {each.func for part in (form.gain, form.shift) for each in part.atoms(sympy.Function)}
@@ -264,19 +225,3 @@ def check_weights(region: Region, form: NormalForm, moments: Moments) -> None:
         own = set(axes_of(leaf.dims))
         if not is_given or (rows and rows <= own) or not own <= set(axes_of(moments.dims)):
             raise RefusedError("NO_NORM", f"{told(leaf.node)} is no weight of the row", "multiply by it afterwards")
-
-
-def check_surroundings(effects: Effects, core: Core, region: Region, source: fx.Node, moments: Moments) -> None:
-    """Refuse where someone else needs what follows the statistics, a mode changes, or an operand is overwritten."""
-    first = min(effects.position[node] for node in moments.squared)
-    late = tuple(node for node in core.nodes if effects.position[node] >= first)
-    edge = [node for node in {source, *leaf_nodes(region)} if node not in core.nodes]
-    readers = {node: region.readers.get(node, core.nodes[0]) for node in edge}
-    try:
-        replace(core, nodes=late).check(effects, readers)
-    except RefusedError as refusal:
-        if refusal.reason.code == "INTERIOR_USED":
-            refusal.edit = "do not return or reuse the statistics, or what is between them and the result"
-        raise
-    if any(effects.ambient(node) != core.ambient for node in core.nodes):
-        raise RefusedError("MODE_CHANGES_INSIDE", "autocast or gradient mode changes inside", "change it outside")

@@ -15,8 +15,6 @@ TOLERANCE: Mapping[torch.dtype, float] = {
     torch.float16: 1e-3,
     torch.bfloat16: 1e-2,
 }
-
-
 #: Two correct orders of the same sums differ by a few times what either differs from the truth.
 SLACK = 4
 

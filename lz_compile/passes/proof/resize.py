@@ -6,7 +6,7 @@ axes, so the whole of it can be run with, say, 24 keys instead of 4,096, whateve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -14,13 +14,20 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from lz_compile.lowering.ops.linear import NATIVE
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
 from lz_compile.passes.formula.expressions import constant_value, is_constant
 from lz_compile.passes.graph.refusal import held_by
 from lz_compile.passes.graph.view import Call, hint_of, is_symbolic, known_tensor, needed, read, tensor_of
 from lz_compile.passes.proof.running import Sizes, Subgraph
+
+
+def _of_rows(input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.linear(input, weight.to(input.dtype)) * scale
+
+
+#: What PyTorch's own products with stored weights compute, by name: their kernels take some sizes and dtypes only.
+NATIVE: Mapping[str, Callable[..., torch.Tensor]] = {"_weight_int8pack_mm": _of_rows}
 
 
 class Found(Protocol):

@@ -23,8 +23,6 @@ from lz_compile.passes.graph.view import called, tensors_in, value_of
 from lz_compile.passes.proof.in_range import InRange
 
 SCAN = torch.ops.higher_order.scan
-
-
 #: Calls that give memory as it happens to be: the same in every run, a valid index, and not what zeros written there are.
 _UNWRITTEN = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.formula.pointwise import dead_users, is_dead
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError, mutated, told
@@ -100,16 +99,6 @@ def wants_grad(ambient: Ambient, nodes: Iterable[fx.Node]) -> bool:
     return grad_enabled(ambient) and any(each is not None and each.requires_grad for each in tensors)
 
 
-def is_dead(node: fx.Node) -> bool:
-    """Whether nobody looks at a value: rearranged ones (models reshape just to name a thing), or one that is computed."""
-    call = read(node)
-    if call is None or call.is_inplace:
-        return False
-    if not node.users and is_pointwise(call):
-        return True
-    return layout.rearranges(call) and all(is_dead(user) for user in node.users)
-
-
 def _reader(node: fx.Node) -> str:
     return "returned" if node.op == "output" else f"used by {told(node)}"
 
@@ -118,11 +107,6 @@ def _measures(node: fx.Node) -> bool:
     """Whether only the size of a value is asked for, which nobody has to compute the value for."""
     call = read(node)
     return call is not None and call.name in ("size", "dim", "numel")
-
-
-def dead_users(node: fx.Node) -> set[fx.Node]:
-    """Everything that is made of ``node`` and that nobody looks at."""
-    return {each for user in node.users if is_dead(user) for each in {user} | dead_users(user)}
 
 
 def find_core(effects: Effects, first: fx.Node, output: fx.Node, *, is_operand: bool = False) -> Core:

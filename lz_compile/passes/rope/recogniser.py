@@ -3,44 +3,32 @@
 The anchor is the last node: a sum, a join of features, or a cast of one. Behind it, a tensor is looked for of which
 features are taken apart; the result is an embedding if it is a rotation of that tensor's pairs (:mod:`rotations`). Graphs are
 read from their end, so that the widest subgraph is found first: with the features that are not turned, and the final cast.
+What that is to a kernel is asked of what was found (:mod:`matching`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import LayoutError
-from lz_compile.passes.formula.expressions import is_cast
+from lz_compile.passes.formula.expressions import Values, is_cast
 from lz_compile.passes.formula.moments import CALLS, STATISTICS
-from lz_compile.passes.formula.parts import SPLITS, Known, is_read, may_turn
+from lz_compile.passes.formula.parts import SPLITS, is_read, may_turn
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.refusal import MutatedError, NearMiss, RefusedError, told
-from lz_compile.passes.graph.view import Call, tensor_of
-from lz_compile.passes.masks.constants import Constants, hold_the_same
+from lz_compile.passes.graph.refusal import MutatedError, RefusedError
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.core import Core, find_core
-from lz_compile.passes.rewriting.match import Driver, Match, Outcome
-from lz_compile.passes.rewriting.twins import Twins
-from lz_compile.passes.rope.emitter import RopeEmitter, check
-from lz_compile.passes.rope.rotations import Rotation, read
+from lz_compile.passes.rope.rotations import Rotation, check, read
 
 #: How many operations may lie between a tensor and what is made of its features.
 _BEHIND = 16
-
-
 _MANY = 80
-
-
 _APART = SPLITS | {"getitem", "narrow", "select", "view_as_complex", "flip", "roll"}
-
-
 _PRODUCTS = frozenset({"mul", "addcmul"})
 
 
@@ -122,40 +110,8 @@ def _narrower(effects: Effects, node: fx.Node) -> fx.Node:
             found = inner
 
 
-OP = "rope"
-_LAST = frozenset({"add", "sub", "addcmul", "cat", "stack", "view_as_real", "sum"})
-
-
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
-    """Every rotary embedding in ``graph``, and every one that is there but cannot be replaced, with the reason."""
-    twins, constants = Twins(effects, hold_the_same), Constants(effects)
-
-    def known(node: fx.Node) -> Known | None:
-        found = constants.value(node)
-        return None if isinstance(found, Reason) else Known(found.value, found.buffers)
-
-    def once(node: fx.Node) -> Match | NearMiss | None:
-        return twins.read((node,), lambda: _read(effects, node, known)) if sources(effects, node) else None
-
-    return Driver(OP).walk(reversed(graph.nodes), lambda node: _may_be_last(effects, node), once)
-
-
-def _may_be_last(effects: Effects, node: fx.Node) -> bool:
-    call, tensor = effects.calls[node], tensor_of(node)
-    if call is None or tensor is None or not tensor.is_floating_point() or tensor.dim() < 2 or call.is_inplace:
-        return False
-    if 0 in shape_of(tensor) or not node.users:
-        return False
-    return call.name in _LAST or may_turn(call) or (is_cast(call) and _rounds(call))
-
-
-def _rounds(call: Call) -> bool:
-    """Whether a cast is to a narrower dtype; others are not part of what was computed before."""
-    source, result = tensor_of(call.input), tensor_of(call.node)
-    return source is not None and result is not None and source.dtype.itemsize > result.dtype.itemsize
-
-
-def _read(effects: Effects, output: fx.Node, known: Callable[[fx.Node], Known | None]) -> Match | NearMiss | None:
+def recognise(effects: Effects, output: fx.Node, known: Values) -> tuple[Rotation, Core] | None:
+    """The rotation that ends in ``output``, and its nodes; ``known`` gives the values of constants."""
     for source in sources(effects, output):
         try:
             core = find_core(effects, source, output)
@@ -168,25 +124,5 @@ def _read(effects: Effects, output: fx.Node, known: Callable[[fx.Node], Known | 
             check(rotation)
         except (RefusedError, MutatedError, LayoutError):
             continue
-        return _checked(effects, rotation, replace(core, nodes=nodes))
+        return rotation, replace(core, nodes=nodes)
     return None
-
-
-def _checked(effects: Effects, rotation: Rotation, core: Core) -> Match | NearMiss:
-    emitter = RopeEmitter.of(rotation, core)
-    readers = {node: rotation.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
-    try:
-        core.check(effects, readers)
-        _check_tables(emitter, core)
-    except RefusedError as refusal:
-        edit = "use the result of the rotation only" if refusal.reason.code == "INTERIOR_USED" else refusal.edit
-        return NearMiss.of(OP, rotation.output, refusal, edit)
-    return emitter.match(OP, core)
-
-
-def _check_tables(emitter: RopeEmitter, core: Core) -> None:
-    """Refuse complex tables that are learned: proofs compare real gradients."""
-    for node in emitter.edge():
-        tensor = tensor_of(node)
-        if tensor is not None and tensor.is_complex() and tensor.requires_grad and grad_enabled(core.ambient):
-            raise RefusedError("COMPLEX_GRADIENT", f"{told(node)} is complex and needs a gradient", "learn real tables")

@@ -8,7 +8,7 @@ that are left, which do not depend on the source.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import sympy
@@ -17,9 +17,18 @@ from torch import fx
 from lz_compile.ground.sizes import Shape, shape_of
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
-from lz_compile.passes.formula.expressions import is_cast
-from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Known, Parts, unknown
-from lz_compile.passes.formula.places import Fixed, FixedIndex, affine, canonical, has_fixed_index, paired, placed
+from lz_compile.passes.formula.expressions import Values, is_cast
+from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
+from lz_compile.passes.formula.places import (
+    Fixed,
+    FixedIndex,
+    affine,
+    canonical,
+    evenly,
+    has_fixed_index,
+    paired,
+    placed,
+)
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
 
@@ -91,9 +100,7 @@ class _Cut:
         return (placed(start, ((axis, 1),), self.width) for start, axis in self.kept.items())
 
 
-def read(
-    effects: Effects, source: fx.Node, output: fx.Node, known: Callable[[fx.Node], Known | None] = unknown
-) -> Rotation | None:
+def read(effects: Effects, source: fx.Node, output: fx.Node, known: Values) -> Rotation | None:
     """The rotation of ``source`` that ``output`` is, None where it is none; ``known`` gives the values of constants."""
     shape = shape_of(tensor_of(output))  # type: ignore[arg-type]
     edge = Edge(effects, source)
@@ -103,7 +110,7 @@ def read(
     return next((each for each in found if each is not None), None)
 
 
-def _parts(effects: Effects, edge: Edge, cut: _Cut, known: Callable[[fx.Node], Known | None]) -> Parts:
+def _parts(effects: Effects, edge: Edge, cut: _Cut, known: Values) -> Parts:
     """A region of its own for each way to cut, so that all of its axes belong together."""
     axes = [cut.pairs, *(axis for axis in cut.kept.values())]
     return Parts(
@@ -317,3 +324,15 @@ def _is_kept(region: Parts, source: fx.Node, output: fx.Node, dims: Dims) -> boo
         return False
     leaf = region.leaves.get(expression) if isinstance(expression, sympy.Symbol) else None
     return leaf is not None and leaf.node is source and leaf.dims[-1] == dims[-1] and len(leaf.dims) == len(dims)
+
+
+def check(rotation: Rotation) -> None:
+    """That every table can be cut out of what holds it.
+
+    Raises:
+        LayoutError: one cannot.
+    """
+    for table in (rotation.cos, rotation.sin):
+        for leaf in table.leaves.values():
+            for dim in leaf.dims:
+                evenly(affine(dim)[1] if has_fixed_index(dim) else ())

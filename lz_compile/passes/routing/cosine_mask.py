@@ -18,9 +18,9 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.lowering.ops.routing import EPS
 from lz_compile.passes.formula import contraction
-from lz_compile.passes.formula.activations import AT_LEAST, BENDS, evaluate
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, broadcast_from
+from lz_compile.passes.formula.bends import AT_LEAST, BENDS, evaluate
 from lz_compile.passes.formula.pointwise import Rule
 from lz_compile.passes.graph.refusal import MutatedError, RefusedError, told
 from lz_compile.passes.graph.view import Call, tensor_of

@@ -22,10 +22,9 @@ from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of
 from lz_compile.passes.formula.expressions import DROPOUT, is_cast, reduce_indicators
-from lz_compile.passes.formula.pointwise import Rule
+from lz_compile.passes.formula.pointwise import Rule, is_dead
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import EMITTED, Call, reached, tensor_of, tensor_operands
-from lz_compile.passes.rewriting.core import is_dead
 
 #: The kind of a leaf through which no gradient flows.
 DETACHED = "detached"
@@ -144,8 +143,6 @@ def _diagonal(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
 
 #: What is read besides arithmetic.
 FUNCTIONS: Mapping[str, Rule] = {"detach": _detach, "diag": _diagonal, "diag_embed": _diagonal}
-
-
 _SUMS = frozenset({"add", "sub", "rsub"})
 #: Products that add a further tensor.
 _ADDING = frozenset({"addmm", "baddbmm", "addcmul"})

@@ -1,40 +1,326 @@
 """What is done to the scores of the next token before it is drawn: masks, temperature, top-k, top-p, min-p and the softmax.
 
-Filters (:mod:`~lz_compile.passes.sampling.filters`) are found by what they do. Those that follow each other become one, with
-what was done to the scores before (``logit_processors.py``) and the softmax that follows. The draw itself
-stays: PyTorch's generator would give other tokens to another kernel.
-
-Calls of ``lz.sample`` and its kin are held as the operator ``layerzero::sampling``: the op itself. Which kernel such a call
-selects by itself is not asked here, but where kernels are chosen (``own_calls.py``).
+A filter is found by what it does. The anchor is whatever orders or compares the scores of a row: a sort, a selection, a
+maximum. What is computed from the same scores afterwards, and looks like them, is run at a small size: if it keeps some
+tokens and drops the others, it is a filter (:mod:`limits`). Filters that follow each other become one, with what was done to
+the scores before (:mod:`logit_processors`) and the softmax that follows (:mod:`matching`). The draw itself stays: PyTorch's
+generator would give other tokens to another kernel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import as_size, shape_of
-from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFacts
-from lz_compile.lowering.token_bits import WORD, word_count
-from lz_compile.passes.formula.axes import Axis, Dims, fresh
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula import contraction, layout
+from lz_compile.passes.formula.axes import fresh
+from lz_compile.passes.formula.expressions import is_cast, is_constant
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
-from lz_compile.passes.graph.view import reached, tensor_of
-from lz_compile.passes.graph.writes import refuse_transformed
-from lz_compile.passes.rewriting.core import Core, wants_grad
-from lz_compile.passes.rewriting.match import Driver, Found, Input, Match, Outcome, Site, Trial
-from lz_compile.passes.rewriting.op_calls import CallEmitter, arguments_of, op_calls
-from lz_compile.passes.sampling.emitter import SamplingEmitter, check_repeatable
-from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt
-from lz_compile.passes.sampling.filters import OP, SOFTMAXES, Filter, FilterReader, draws, softmax_input
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError
+from lz_compile.passes.graph.view import Call, is_floating, known_tensor, reached, tensor_of
+from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, exits
+from lz_compile.passes.sampling.limits import LEAST_MISSED, limits_of
 from lz_compile.passes.sampling.logit_processors import logit_processors_of
-from lz_compile.passes.sampling.ordering import ORDERING
-from lz_compile.passes.sampling.probes import Limits
+from lz_compile.passes.sampling.ordering import MAXIMA, ORDERING, ordered_dim
+from lz_compile.passes.sampling.probes import Form, Limits
+
+OP = "sampling"
+SOFTMAXES = frozenset({"softmax", "log_softmax", "exp"})
+#: So many values are tried as the scores that an anchor is about, and so many as what became of them.
+_MOST_ENTRIES = 3
+_MOST_EXITS = 8
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Scores at ``entry``, of the form ``form``, of which ``limits`` are kept at ``exit``."""
+
+    entry: Scores
+    form: Form
+    exit: fx.Node
+    limits: Limits
+    core: frozenset[fx.Node]
+
+
+@dataclass
+class FilterReader:
+    """Finds the filters of a graph, one anchor after the other; ``covered`` is what they are made of."""
+
+    effects: Effects
+    filters: list[Filter] = field(default_factory=list)
+    covered: set[fx.Node] = field(default_factory=set)
+    told: set[fx.Node] = field(default_factory=set)
+
+    def is_anchor(self, node: fx.Node) -> bool:
+        """Whether a call orders the scores of rows."""
+        call = self.effects.calls[node]
+        if call is None or call.name not in ORDERING | MAXIMA:
+            return False
+        source = tensor_of(call.input)
+        is_ordered = source is not None and source.is_floating_point() and ordered_dim(call) is not None
+        return is_ordered and not weighs(self.effects, call.input)
+
+    def filter(self, anchor: fx.Node) -> NearMiss | None:
+        """Note the filter that an anchor is part of; what stands in the way of one that looks like it."""
+        call = self.effects.calls[anchor]
+        assert call is not None, "an anchor is a call"
+        place = ordered_dim(call)
+        refused: RefusedError | None = None
+        for entry in self._entries(anchor, call.input, place):
+            affected = Affected(self.effects, entry.node)
+            if not any(is_choice(node) for node in affected.order):
+                continue
+            try:
+                found = self._filter(entry, affected, anchor)
+            except RefusedError as refusal:
+                refused = refused or refusal
+                continue
+            if found is not None:
+                self._note(found)
+                return None
+        return None if refused is None else NearMiss.of(OP, anchor, refused)
+
+    def _entries(self, anchor: fx.Node, source: fx.Node, place: int | None) -> Iterator[Scores]:
+        """The values of the anchor's shape that it may be about, nearest first."""
+        tensor = known_tensor(source)
+        assert place is not None, "an anchor has a dimension"
+        dims = fresh(shape_of(tensor))
+        node: fx.Node | None = self.effects.current(source, anchor)
+        for _ in range(_MOST_ENTRIES):
+            if node is None:
+                return
+            yield Scores(node, dims, dims[place][0])
+            node = self._above(node)
+            while node is not None and len(node.users) < 2:
+                node = self._above(node)
+
+    def _above(self, node: fx.Node) -> fx.Node | None:
+        """What a value of the same shape is computed from element by element, or row by row."""
+        call, tensor = self.effects.calls.get(node), tensor_of(node)
+        if call is None or tensor is None or not (is_pointwise(call) or call.name in SOFTMAXES | {"clone"}):
+            return None
+        alike = [
+            each
+            for each in node.all_input_nodes
+            if (other := tensor_of(each)) is not None
+            and other.is_floating_point()
+            and shape_of(other) == shape_of(tensor)
+        ]
+        return alike[0] if len(alike) == 1 else None
+
+    def _filter(self, entry: Scores, affected: Affected, anchor: fx.Node) -> Filter | None:
+        """The first exit at which some tokens are kept.
+
+        Raises:
+            RefusedError: some are, by a rule that the op does not have.
+        """
+        form = self._form(entry)
+        refused: RefusedError | None = None
+        for tried, exit_ in enumerate(exits(self.effects, entry, affected, anchor)):
+            if tried == _MOST_EXITS:
+                break
+            found = excerpt(self.effects, entry, affected, exit_)
+            if found is None or not any(is_choice(node) for node in found.core):
+                continue
+            try:
+                limits = limits_of(found, form, self.told)
+            except RefusedError as refusal:
+                refused = refused or refusal
+                continue
+            if limits is None or not limits.named:
+                continue
+            check_dtypes(found, limits)
+            check_rounding(self.effects, found)
+            return self._divided(Filter(entry, form, exit_, limits, frozenset(found.core)))
+        if refused is not None:
+            raise refused
+        return None
+
+    def _divided(self, found: Filter) -> Filter | None:
+        """Probabilities of what is kept with what divides them by their sum; None where that is nothing to look for.
+
+        Raises:
+            RefusedError: nothing does.
+        """
+        if found.limits.result != "parts":
+            return found
+        entry = found.entry.at(found.exit)
+        affected = Affected(self.effects, entry.node)
+        for tried, exit_ in enumerate(exits(self.effects, entry, affected, entry.node)):
+            inner = excerpt(self.effects, entry, affected, exit_)
+            limits = None if inner is None else limits_of(inner, "parts", self.told)
+            if inner is not None and limits is not None and limits.result == "probs" and not limits.named:
+                return replace(
+                    found, exit=exit_, limits=replace(found.limits, result="probs"), core=found.core | {*inner.core}
+                )
+            if tried == _MOST_EXITS:
+                break
+        size = entry.vocab.size
+        if isinstance(size, int) and size < LEAST_MISSED:  # experts, whose weights need no sum
+            return None
+        raise RefusedError(
+            "NOT_NORMALISED",
+            "the probabilities of what is kept are not divided by their sum",
+            "divide them by their sum, or mask the scores before the softmax",
+        )
+
+    def _form(self, entry: Scores) -> Form:
+        """What is known of the scores: that they are probabilities, if a softmax or a filter made them."""
+        known = next((each.limits.result for each in self.filters if each.exit is entry.node), None)
+        if known is not None:
+            return known
+        return "probs" if softmax_input(self.effects, entry) is not None else "scores"
+
+    def _note(self, found: Filter) -> None:
+        self.filters.append(found)
+        self.covered.update(found.core)
+
+    # ---- chains -------------------------------------------------------------------------------------------------
+
+    def chains(self) -> list[Filter]:
+        """Filters that follow each other as one, as far as the op has their order and nobody reads what is between."""
+        found: list[Filter] = []
+        for each in self.filters:
+            last = found[-1] if found else None
+            is_next = last is not None and last.exit is each.entry.node and set(last.exit.users) <= each.core
+            both = last.limits.then(each.limits) if last is not None and is_next else None
+            if last is not None and both is not None:
+                found[-1] = replace(last, exit=each.exit, limits=both, core=last.core | each.core | {last.exit})
+            else:
+                found.append(each)
+        return [self._with_softmax(each) for each in found]
+
+    def _with_softmax(self, chain: Filter) -> Filter:
+        """The chain with the softmax of its scores, where that is all that they are for."""
+        user = next(iter(chain.exit.users), None)
+        if chain.limits.result != "scores" or user is None or len(chain.exit.users) != 1:
+            return chain
+        source = softmax_input(self.effects, chain.entry.at(user))
+        call = self.effects.calls.get(user)
+        if source is None or source.node is not chain.exit or call is None or call.name != "softmax":
+            return chain
+        return replace(chain, exit=user, limits=replace(chain.limits, result="probs"), core=chain.core | {chain.exit})
+
+
+def softmax_input(effects: Effects, scores: Scores) -> Scores | None:
+    """The scores of which these are the softmax over the tokens."""
+    call = effects.calls.get(scores.node)
+    if call is not None and call.name == "exp":
+        call = effects.calls.get(call.input)
+        if call is None or call.name != "log_softmax":
+            return None
+    elif call is None or call.name != "softmax":
+        return None
+    dim = call.get("dim")
+    is_over = isinstance(dim, int) and scores.vocab in scores.dims[dim % len(scores.dims)]
+    return scores.at(call.input) if is_over and isinstance(call.input, fx.Node) else None
+
+
+# ---- rounding --------------------------------------------------------------------------------------------------------
+
+
+_SELECTIONS = frozenset(
+    {"masked_fill", "where", "neg", "clone", "min", "amin", "gather", "scatter", "take_along_dim", "getitem"}
+)
+
+
+def is_choice(node: fx.Node) -> bool:
+    """Whether a value says which tokens are meant: a comparison, or places."""
+    tensor = tensor_of(node)
+    return tensor is not None and tensor.dtype in (torch.bool, torch.int64)
+
+
+def check_dtypes(found: Excerpt, limits: Limits) -> None:
+    """Refuse sums and quotients of probabilities that are rounded to half precision: who is kept hangs on that.
+
+    Raises:
+        RefusedError: there are such.
+    """
+    tensors = [tensor_of(node) for node in found.core]
+    halves = [each for each in tensors if each is not None and each.is_floating_point() and each.dtype.itemsize < 4]
+    if halves and (limits.top_p is not None or limits.min_p is not None):
+        raise RefusedError(
+            "SUMS_IN_HALF",
+            f"probabilities are compared in {halves[0].dtype}, whose rounding decides which tokens are kept",
+            "take the softmax of scores in float32",
+        )
+
+
+def check_rounding(effects: Effects, found: Excerpt) -> None:
+    """Refuse choices among values that were rounded to fewer bits than the scores have: more of them are equal.
+
+    Raises:
+        RefusedError: there are such.
+    """
+    rounded: dict[fx.Node, torch.dtype] = {}
+    own = tensor_of(found.entry.node)
+    for node in found.core:
+        tensor = tensor_of(node)
+        before = next((rounded[each] for each in node.all_input_nodes if each in rounded), None)
+        if before is None and tensor is not None and tensor.is_floating_point() and own is not None:
+            is_narrow = tensor.dtype.itemsize < max(own.dtype.itemsize, 4)
+            before = tensor.dtype if is_narrow and not _is_exact(effects.calls[node], own.dtype) else None
+        if before is None:
+            continue
+        rounded[node] = before
+        if is_choice(node):
+            raise RefusedError(
+                "SUMS_IN_HALF",
+                f"which tokens are kept is decided by values in {before}, and rounding makes some of them equal",
+                "compare the scores themselves",
+            )
+
+
+def _is_exact(call: Call | None, kind: torch.dtype) -> bool:
+    """Whether a call gives values that it was given, or known ones, in the dtype that these had."""
+    tensor = None if call is None else tensor_of(call.node)
+    if call is None or tensor is None or tensor.dtype != kind:
+        return False
+    is_same = layout.rearranges(call) or is_cast(call) or is_constant(call)
+    return is_same or call.name in ORDERING | MAXIMA | _SELECTIONS
+
+
+_DRAWS = frozenset({"multinomial", "argmax", "cumsum"})
+#: Calls after which scores, or what is left of them, are scores still, or their weights.
+_BETWEEN = ORDERING | {"softmax", "log_softmax", "scatter", "gather", "sum", "dropout", "min", "amin", "amax", "select"}
+#: How many values are looked at.
+_FAR = 128
+
+
+def draws(effects: Effects, node: fx.Node) -> bool:
+    """Whether probabilities are drawn from, as they are or after they were rearranged, given back, or compared."""
+    call = effects.calls.get(node)
+    if call is None:
+        return node.op == "output"
+    if call.name in _DRAWS or call.name == "div":
+        return True
+    if call.name in contraction.PRODUCTS or not (layout.rearranges(call) or is_cast(call)):
+        return False
+    return any(draws(effects, user) for user in node.users)
+
+
+def weighs(effects: Effects, scores: fx.Node) -> bool:
+    """Whether scores end up in a product with other values, and in no draw: top-k attention is none of tokens."""
+
+    def calls(node: fx.Node) -> Iterator[Call]:
+        return (call for call in map(effects.calls.get, node.users) if call is not None)
+
+    def goes_on(call: Call) -> bool:
+        if call.name in _DRAWS or call.name in contraction.PRODUCTS:
+            return False
+        is_number = tensor_of(call.node) is None or is_floating(call.node) or is_pointwise(call)  # or a mask of them
+        return is_number and (call.name in _BETWEEN or is_pointwise(call) or layout.rearranges(call))
+
+    near = reached([scores], lambda node: (call.node for call in calls(node) if goes_on(call)), _FAR)
+    names = {call.name for node in near for call in calls(node)}
+    return names.isdisjoint(_DRAWS) and not names.isdisjoint(contraction.PRODUCTS)
+
 
 # ---- masks without a filter ------------------------------------------------------------------------------------------
 
@@ -71,7 +357,7 @@ def _is_additive_mask(effects: Effects, node: fx.Node) -> bool:
 _MOST = 40
 
 
-def sorted_draw(op: str, effects: Effects, draw: fx.Node) -> NearMiss | None:
+def sorted_draw(effects: Effects, draw: fx.Node) -> NearMiss | None:
     """The refusal of a ``multinomial`` over scores in the order of a sort, None where it is over tokens."""
     ordering = _ordering(effects, draw)
     if ordering is None:
@@ -81,7 +367,7 @@ def sorted_draw(op: str, effects: Effects, draw: fx.Node) -> NearMiss | None:
         f"{draw.name} draws among scores in the order of {ordering.name}: in another order it would draw other tokens",
         "scatter the scores back to the order of tokens, then draw, and gather nothing",
     )
-    return NearMiss.of(op, draw, refusal)
+    return NearMiss.of(OP, draw, refusal)
 
 
 def _ordering(effects: Effects, draw: fx.Node) -> fx.Node | None:
@@ -101,145 +387,3 @@ def _ordering(effects: Effects, draw: fx.Node) -> fx.Node | None:
         if any(reader in places for index in indices for reader in index.users):
             return node
     return None
-
-
-#: Between what numbers operands are.
-_RANGES: Mapping[str, tuple[float, float]] = {
-    "bitmask": (-(2.0**31), 2.0**31 - 1),
-    "temperature": (0.3, 2.0),
-    "top_k": (0.0, 8.0),
-    "top_p": (0.05, 1.0),
-    "min_p": (0.0, 0.5),
-    "seeds": (0.0, 2.0**62),
-}
-
-
-def _match(node: fx.Node, effects: Effects) -> Match:
-    """The match of one call; RefusedError where it is mapped over a dimension."""
-    ambient = effects.ambient(node)
-    refuse_transformed(ambient)
-    given, tensors, named = arguments_of(node, Operands, "result", "out_dtype")
-    attrs = SamplingAttrs.of(given, **named)
-    logits = tensors["logits"]
-    rows, vocab = (as_size(size) for size in logits.shape)
-    axes = _Axes(rows, vocab)
-    needs_grad = wants_grad(ambient, given.values())
-    facts = SamplingFacts(rows, vocab, logits.dtype, logits.device.type, needs_grad)
-    inputs = {each: Input(axes.dims(name, tensors[name]), range=_RANGES.get(name)) for name, each in given.items()}
-    emitter, formula = CallEmitter(given, attrs, Operands), f"{attrs.result} of {', '.join(given)}"
-    return Match(
-        OP,
-        Site.of(Core((node,), ambient), (axes.rows,) if attrs.result == "ids" else (axes.rows, axes.vocab), {}),
-        Found(attrs, facts, inputs, {"logits": given["logits"]}, emitter, formula),
-        Trial(pinned=axes.pinned),
-    )
-
-
-class _Axes:
-    """Rows and tokens; tokens are words times bits, where they fill the last word."""
-
-    def __init__(self, rows: Any, vocab: Any) -> None:
-        self.rows = () if rows == 1 else (Axis(rows),)
-        is_whole = isinstance(vocab, int) and vocab % WORD == 0 and vocab > WORD
-        self.words = (Axis(vocab // WORD if is_whole else word_count(vocab)),)
-        bits = Axis(WORD)
-        self.vocab = (*self.words, bits) if is_whole else (Axis(vocab),)
-        self.pinned = frozenset({bits} if is_whole else {*self.vocab, *self.words})
-
-    def dims(self, name: str, tensor: torch.Tensor) -> Dims:
-        """The dimensions of an operand; of a single row it has none."""
-        last = {"logits": self.vocab, "bias": self.vocab, "bitmask": self.words}.get(name)
-        rows = () if as_size(tensor.shape[0]) == 1 else self.rows
-        return (rows,) if last is None else (rows, last)
-
-
-def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
-    """Every chain of filters in ``graph``, masks before a softmax, and every filter that was refused, with the reason."""
-    yield from op_calls(OP, graph, effects, _match)
-    reader, matcher = FilterReader(effects), _Matcher(effects)
-    yield from Driver(OP, covered=reader.covered).walk(graph.nodes, reader.is_anchor, reader.filter)
-    driver = Driver(OP)
-    for chain in reader.chains():
-        yield from driver.at(chain.exit, matcher.match, chain)
-    yield from driver.walk(graph.nodes, lambda node: effects.calls[node] is not None, matcher.unfiltered)
-
-
-@dataclass
-class _Matcher:
-    """Makes matches of chains of filters, and of masks that no filter follows."""
-
-    effects: Effects
-
-    def match(self, _anchor: fx.Node, chain: Filter) -> Match:
-        """The match of a chain.
-
-        Raises:
-            RefusedError: what stands in its way.
-            MutatedError: an alias of a value was overwritten before it is read.
-        """
-        if chain.limits.result == "scores" and chain.limits.fill != -math.inf:
-            raise RefusedError(
-                "FILL_FINITE",
-                f"what is not kept becomes {chain.limits.fill:g}, and is read as a score",
-                "fill with -inf, or take the softmax of it at once",
-            )
-        entry = chain.entry
-        if chain.form == "probs":
-            entry = softmax_input(self.effects, entry) or entry
-        processors = logit_processors_of(self.effects, entry, {chain.exit, *chain.core})
-        logits = processors.logits
-        affected = Affected(self.effects, logits.node)
-        stops = frozenset(part.node for part in processors.parts)
-        found = excerpt(self.effects, logits, affected, chain.exit, stops)
-        if found is None:
-            raise RefusedError("OPERANDS_UNKNOWN", "it reads tensors of other shapes", "compute them before")
-        self._check_leaves(found, chain.limits, stops)
-        output = entry.at(chain.exit)
-        core = self._core(found, chain.exit)
-        match = SamplingEmitter.of(processors, chain.limits, found, output).match(OP, core)
-        if chain.limits.is_any:
-            check_repeatable(found, wants_grad=match.facts.needs_grad)
-        return match
-
-    @staticmethod
-    def _check_leaves(found: Excerpt, limits: Limits, stops: frozenset[fx.Node]) -> None:
-        known = stops | {limit.leaf for limit in limits.named.values() if limit.leaf is not None}
-        other = next((leaf for leaf in found.leaves if leaf not in known), None)
-        if other is not None:
-            raise RefusedError("OPERANDS_UNKNOWN", f"it also reads {other.name}", "compute that before")
-
-    def _core(self, found: Excerpt, exit_: fx.Node) -> Core:
-        """What becomes superfluous; RefusedError where it may not."""
-        effects, nodes = self.effects, list(found.core)
-        for node in [each for each in nodes if self._is_softmax_for_others(each, set(nodes))]:
-            nodes.remove(node)
-        inside = set(nodes)
-        for writer, target in effects.writes_made:
-            if (effects.owner(target) in inside) != (writer in inside):
-                raise RefusedError(
-                    "OPERAND_MUTATED", f"{told(writer)} overwrites part of it", "use the out-of-place form"
-                )
-        core = Core((*(node for node in nodes if node is not exit_), exit_), effects.ambient(exit_))
-        readers = {
-            node: min(
-                (user for user in node.users if user in found.core or user in found.read),
-                key=effects.position.__getitem__,
-                default=exit_,
-            )
-            for node in found.inputs
-        }
-        core.check(effects, readers)
-        return core
-
-    def _is_softmax_for_others(self, node: fx.Node, inside: set[fx.Node]) -> bool:
-        """Whether a softmax that a filter starts from is read by others, too: it stays for them."""
-        call = self.effects.calls[node]
-        return call is not None and call.name in SOFTMAXES and any(user not in inside for user in node.users)
-
-    def unfiltered(self, node: fx.Node) -> Match | NearMiss | None:
-        """Masks before a softmax that no filter stands between, and draws that no filter can be taken from."""
-        call = self.effects.calls[node]
-        if call is not None and call.name == "multinomial":
-            return sorted_draw(OP, self.effects, node)
-        masked = masked_softmax(self.effects, node)
-        return None if masked is None else self.match(node, masked)

@@ -17,11 +17,12 @@ from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fresh, resolve
 from lz_compile.passes.formula.contraction import PRODUCTS
+from lz_compile.passes.formula.pointwise import is_dead
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.loops.roll.slices import elements_of
-from lz_compile.passes.rewriting.core import find_core, is_dead
+from lz_compile.passes.rewriting.core import find_core
 
 _CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type_as"})
 #: Calls that spell sizes out, which a proof could not change.

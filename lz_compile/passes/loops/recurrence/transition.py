@@ -296,8 +296,6 @@ def _written(
 
 
 Reads = Literal["after", "before"]
-
-
 _NEW = "state after the step"
 
 

@@ -1,23 +1,17 @@
-"""Activation functions by what they compute: an expression is an activation if it has its values.
-
-``x * sigmoid(x)``, ``x / (1 + exp(-x))`` and ``F.silu(x)`` have the same values at every point, so they are one function;
-no list of spellings is kept. Values are compared in float64 at points that are dense where activations bend and that reach
-far to both sides, where clamps show.
-"""
+"""How calls are read that bend, activations and parts of them, beside what every region reads; and what values that has."""
 
 from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache, reduce
+from collections.abc import Callable, Mapping
+from functools import reduce
 from typing import Any
 
 import sympy
 import torch
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.lowering.ops.mlp import ACTIVATIONS
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims
 from lz_compile.passes.formula.expressions import is_cast, number
@@ -29,27 +23,6 @@ AT_LEAST = sympy.Function("at_least")
 AT_MOST = sympy.Function("at_most")
 ABOVE = sympy.Function("above")
 CHOICE = sympy.Function("choice")
-
-#: Values differ where they differ by more than this, relative to their size: constants in sources have few digits.
-TOLERANCE = 1e-6
-_REACH = 12.0
-
-# ---- values ----------------------------------------------------------------------------------------------------------
-
-
-@cache
-def points() -> torch.Tensor:
-    """Where functions are compared, in float64: none of them zero, where a choice between two equal values is free."""
-    near = torch.linspace(-_REACH, _REACH, 44, dtype=torch.float64, device="cpu")
-    bends = [sign * 10.0**power for sign in (-1, 1) for power in (-3, -2, -1)]
-    far = [sign * size for sign in (-1, 1) for size in (31.0, 257.0, 3e3, 7e4)]
-    return torch.cat([near, torch.tensor([*bends, *far], dtype=torch.float64, device="cpu")])
-
-
-@cache
-def _table() -> Mapping[str, torch.Tensor]:
-    """The values of every activation."""
-    return {name: function(points()) for name, function in ACTIVATIONS.items()}
 
 
 def evaluate(expression: sympy.Expr, values: Mapping[sympy.Symbol, Any]) -> Any:
@@ -70,10 +43,11 @@ def evaluate(expression: sympy.Expr, values: Mapping[sympy.Symbol, Any]) -> Any:
     function = _TORCH.get(expression.func)
     if function is None:
         raise LookupError(f"no value for {expression.func}")
-    return function(*(_tensor(operand) for operand in operands))
+    return function(*(tensor(operand) for operand in operands))
 
 
-def _tensor(value: Any) -> torch.Tensor:
+def tensor(value: Any) -> torch.Tensor:
+    """A value as a tensor in float64."""
     return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
@@ -89,30 +63,6 @@ _TORCH: Mapping[Any, Callable[..., torch.Tensor]] = {
     ABOVE: lambda x, y: (x > y).double(),
     CHOICE: lambda c, a, b: torch.where(c != 0, a, b),
 }
-
-
-def agree(first: Any, second: torch.Tensor, where: torch.Tensor | None = None) -> bool:
-    """Whether values are equal. A value that overflows on its way may be anything, where ``where`` (the point) is far."""
-    first = _tensor(first).expand(second.shape)
-    near = (first - second).abs() <= TOLERANCE * (1 + second.abs())
-    if where is not None:
-        near |= ~first.isfinite() & (where.abs() > _REACH)
-    return bool(near.all())
-
-
-def name_of_values(values: Any, limits: Iterable[float] = ()) -> tuple[str, float | None] | None:
-    """The activation that has these values at :func:`points`, and the one of ``limits`` that its argument is held to."""
-    for name, known in _table().items():
-        if agree(values, known, points()):
-            return name, None
-    for limit in limits:
-        for name, function in ACTIVATIONS.items():
-            if agree(values, function(points().clamp(max=limit)), points()):
-                return name, limit
-    return None
-
-
-# ---- calls -----------------------------------------------------------------------------------------------------------
 
 
 def _sigmoid(x: sympy.Expr) -> sympy.Expr:
