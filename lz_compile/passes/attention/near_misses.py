@@ -210,12 +210,20 @@ def _through(effects: Effects, what: str, path: list[fx.Node]) -> tuple[Reason, 
     if any(call is not None and is_pointwise_convolution(call) for call in calls):
         return mixed_refusal(what)
     names = [c.name for c in calls if c is not None and not is_pointwise(c) and not layout.rearranges(c)]
+    names = names or [c.name for c in calls if c is not None and _holds(_is_unread, effects, c)]
     names = names or [c.name for c in calls if c is not None and not layout.rearranges(c)]
     between = ", ".join(dict.fromkeys(names)) or "a layout"
     text = f"the {what} pass through {between}, which has no reading here"
     edit = f"multiply the values by the softmax itself, without {between} in between, and read it nowhere else"
     edit = "scale, mask, bias or cap the scores" if what == "scores" else edit
     return Reason(f"{what.upper()}_NOT_READ", text), edit
+
+
+def _is_unread(effects: Effects, call: Call) -> bool:
+    """Whether a call has a reading by its name, and none with these operands: a clamp at a number that scores reach, say."""
+    region = Region(effects)
+    leaf = region.leaves.get(region.express(call.node, fresh(shape_of(known_tensor(call.node)))))
+    return leaf is not None and leaf.node is call.node
 
 
 _EDIT = "mix the heads of the output instead; as it is, no kernel can do better than Inductor's own code"

@@ -240,9 +240,12 @@ def _check_fill(fill: sympy.Expr, limit: float) -> None:
 
 
 def _inner_scale(argument: sympy.Expr, outer: sympy.Expr, product: sympy.Symbol) -> tuple[sympy.Expr, float]:
-    """``outer * tanh(inner * product)`` as ``cap * tanh(scale * product / cap)``: ``(scale, cap)``."""
+    """``outer * tanh(inner * product)`` as ``cap * tanh(scale * product / cap)``: ``(scale, cap)``.
+
+    What the product is scaled by need be no number: where sizes are symbolic, it is made of one.
+    """
     inner, rest = _affine(argument, product)
-    if rest != 0 or not outer.is_number or not inner.is_number:
+    if rest != 0 or not outer.is_number or indicators(inner):
         raise RefusedError(
             "SOFTCAP_NOT_UNDERSTOOD", f"the cap is not c * tanh(scores / c) ({outer} * tanh({argument}))", "cap plainly"
         )
