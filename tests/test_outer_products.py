@@ -153,10 +153,18 @@ def backwards(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return einsum(torch.cumsum((k[..., :, None] * v[..., None, :]).flip(2), 2).flip(2), q)
 
 
+def written_in_place(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Memory of the caller's, by a view of it."""
+    result = LINEAR["outer product"](q, k, v)
+    SEEN[0].add_(1)
+    return result
+
+
+SEEN = torch.zeros(2, 3)
 NONE: dict[str, tuple[Form, list[str]]] = {
     "over the keys": (lambda q, k, v: einsum(torch.cumsum(k[..., :, None] * v[..., None, :], 3), q), []),
     "of all steps": (lambda q, k, v: torch.einsum("bhnd,bhde->bhne", q, (k[..., None] * v[..., None, :]).sum(2)), []),
-    "backwards": (backwards, []),
+    "backwards": (backwards, ["STATES_READ_OTHERWISE"]),
     "elementwise": (lambda q, k, v: torch.einsum("bhnd,bhne->bhde", q * (q * k).cumsum(2), v), []),
     "by all queries": (
         lambda q, k, v: torch.einsum("bhmd,bhnde->bhme", q, torch.cumsum(k[..., None] * v[..., None, :], 2)),
@@ -164,6 +172,7 @@ NONE: dict[str, tuple[Form, list[str]]] = {
     ),
     "the states are summed, too": (summed_too, ["STATES_READ_OTHERWISE"]),
     "the products are used, too": (products_used_too, ["INTERIOR_USED"]),
+    "something is written": (written_in_place, ["OPERAND_MUTATED"]),
     "few steps": (lambda q, k, v: LINEAR["outer product"](q[:, :, :5], k[:, :, :5], v[:, :, :5]), ["SCAN_SHORT"]),
 }
 

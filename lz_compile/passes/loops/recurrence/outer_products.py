@@ -19,7 +19,7 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError, mutated
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, Updates, dims_of, too_short
 from lz_compile.passes.loops.recurrence.prefix_scan_reads import StatesRead, multiplied, read_of
@@ -66,6 +66,8 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
     if isinstance(steps, int) and steps < LEAST_CONTRACTIONS:
         raise too_short(f"{steps} steps of a running sum of outer products", f"{LEAST_CONTRACTIONS} steps")
     read = read_of(scan, effects)
+    if read is None and effects.has_mutations:
+        raise mutated("a running sum of outer products is read in no graph that writes in place")
     if read is None:
         text = "a running sum of outer products is used otherwise than by one product with the queries of each step"
         edit = (
@@ -89,7 +91,11 @@ def with_reads(scan: PrefixScan, effects: Effects) -> PrefixScan:
 
 def _is_outer(region: Region, scan: PrefixScan) -> bool:
     """Whether a running sum adds up products, at each time, of every element of one tensor with every one of another."""
-    product, _ = _opened(region, scan.drive, scan.dims[scan.drive])
+    drive = region.effects.calls.get(scan.drive)
+    shown = (
+        drive.input if drive is not None and drive.name == "flip" else scan.drive
+    )  # backwards, for whoever is told of it
+    product, _ = _opened(region, shown, scan.dims[scan.drive])
     axes = [region.axes_in(factor) for factor in sympy.Mul.make_args(product)]
     over_time = [each for each in axes if scan.time in each]
     return any(one - other and other - one for one in over_time for other in over_time)
