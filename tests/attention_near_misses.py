@@ -53,7 +53,7 @@ def near_misses() -> dict[str, Lookalike]:
         "mask_multiplies_scores": Lookalike(mask_multiplies_scores, (*qkv, other), "SCALE_BY_SCORE"),
         "denominator_of_another_mask": Lookalike(denominator_of_another_mask, (*masked, other), "DENOMINATOR"),
         "denominator_without_the_mask": Lookalike(denominator_without_the_mask, masked, "DENOMINATOR_OF_ANOTHER_SUM"),
-        "difference_of_heads": Lookalike(difference_of_heads, qkv, "PROBABILITIES_NOT_READ"),
+        "difference_of_heads": Lookalike(difference_of_heads, qkv, "PROBABILITIES_COMBINED"),
         "exponentials_not_divided": Lookalike(exponentials_not_divided, qkv, "NOT_NORMALISED"),
         "key_overwritten_in_between": Lookalike(key_overwritten_in_between, qkv, "OPERAND_MUTATED"),
         "scores_overwritten_through_a_view": Lookalike(scores_overwritten_through_a_view, qkv, "SCORES_NOT_READ"),
@@ -62,7 +62,14 @@ def near_misses() -> dict[str, Lookalike]:
             scores_scaled_one_by_one, (*qkv, 0.1 * normal(12, 19, 23)), "SCORES_LARGE"
         ),
         "scores_through_relu": Lookalike(scores_through_relu, qkv, "SCORES_NOT_AFFINE"),
-        "two_softmaxes_subtracted": Lookalike(two_softmaxes_subtracted, (*qkv, normal(2, 6, 23, 8)), "PROBABILITIES"),
+        "two_softmaxes_subtracted": Lookalike(
+            two_softmaxes_subtracted, (*qkv, normal(2, 6, 23, 8)), "PROBABILITIES_COMBINED"
+        ),
+        "chunks_subtracted": Lookalike(chunks_subtracted, qkv, "PROBABILITIES_COMBINED"),
+        "two_softmaxes_multiplied": Lookalike(
+            two_softmaxes_multiplied, (*qkv, normal(2, 6, 23, 8)), "PROBABILITIES_CHANGED"
+        ),
+        "scores_through_nan_to_num": Lookalike(scores_through_nan_to_num, qkv, "SCORES_NOT_AFFINE"),
     }
 
 
@@ -197,3 +204,19 @@ def scores_through_relu(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 def two_softmaxes_subtracted(query: Tensor, key: Tensor, value: Tensor, second_key: Tensor) -> Tensor:
     """A difference of two probabilities, one quarter of the second, before the values."""
     return (_scores(query, key).softmax(-1) - 0.25 * _scores(query, second_key).softmax(-1)) @ value
+
+
+def chunks_subtracted(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Differential attention: half of the heads are subtracted from the other half."""
+    first, second = _scores(query, key).softmax(-1).chunk(2, 1)
+    return (first - 0.25 * second) @ value[:, :3]
+
+
+def two_softmaxes_multiplied(query: Tensor, key: Tensor, value: Tensor, second_key: Tensor) -> Tensor:
+    """A product of two probabilities."""
+    return (_scores(query, key).softmax(-1) * _scores(query, second_key).softmax(-1)) @ value
+
+
+def scores_through_nan_to_num(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """NaN in a score is a zero, before a softmax."""
+    return torch.nan_to_num(_scores(query, key)).softmax(-1) @ value

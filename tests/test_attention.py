@@ -381,6 +381,32 @@ def qkv() -> tuple[Tensor, Tensor, Tensor]:
     return heads(2, 4, 19, 16), heads(2, 4, 23, 16), heads(2, 4, 23, 16)
 
 
+@pytest.mark.parametrize("inner", ["divided", "multiplied", "by a tensor for each query"])
+def test_a_cap_of_scores_may_have_a_scale_that_is_no_number(inner: str) -> None:
+    """As that of a symbolic head size is."""
+
+    def capped(query: Tensor, key: Tensor, value: Tensor, temperature: Tensor) -> Tensor:
+        scores = query @ key.mT
+        if inner == "divided":
+            scores = scores / query.shape[-1] ** 0.5
+        else:
+            scores = scores * (query.size(-1) ** -0.5 if inner == "multiplied" else temperature)
+        return (torch.tanh(scores / 30.0) * 30.0).softmax(-1) @ value
+
+    torch._dynamo.reset()
+    backend = Rewriting()
+    compiled = torch.compile(capped, backend=backend, fullgraph=True, dynamic=True)
+    for width, length in ((16, 20), (24, 7)):
+        given = [torch.randn(2, 3, length, size, requires_grad=True) for size in (width, width, 8)]
+        temperature = torch.rand(2, 3, length, 1)
+        got, want = compiled(*given, temperature), capped(*given, temperature)
+        torch.testing.assert_close(got, want)
+        ours, eager = (torch.autograd.grad(each.square().sum(), given) for each in (got, want))
+        torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    assert backend.report.matches[0].attributes["softcap"] == pytest.approx(30.0)
+
+
 def test_softcap_is_an_attribute() -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.tanh((q @ k.mT) * 0.25 / 30.0) * 30.0
@@ -766,6 +792,40 @@ def test_a_clamp_after_masks_is_refused_where_gradients_end_at_it(bound: Callabl
     gradients = (torch.autograd.grad(each.square().sum(), trained) for each in (got, attention(*trained, padding)))
     for ours, eager in zip(*gradients, strict=True):
         torch.testing.assert_close(ours, eager)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("spelling", ["clamp", "max", "maximum"])
+def test_a_clamp_at_the_least_number_of_its_dtype_bounds_nothing(dtype: torch.dtype, spelling: str) -> None:
+    """But infinities, of which it makes that number."""
+    least = torch.finfo(dtype).min
+
+    def bounded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        scores = query @ key.mT * 0.25 + mask
+        if spelling == "clamp":
+            return scores.clamp(min=least).softmax(-1) @ value
+        bound = torch.tensor(least) if spelling == "max" else torch.full([], least, dtype=dtype)
+        return getattr(torch, spelling)(scores, bound).softmax(-1) @ value
+
+    mask = torch.zeros(20, 20, dtype=dtype)
+    mask[3], mask[4, 3:], mask[5, :7], mask[6] = -math.inf, -math.inf, least, -math.inf
+    inputs = [torch.randn(2, 3, 20, 16).to(dtype) for _ in range(3)]
+    got, want = rewritten(bounded, *inputs, mask), bounded(*inputs, mask)
+    assert not got.isnan().any()
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("bound", [-65504.0, -100.0])
+def test_a_clamp_that_scores_may_reach_is_named(bound: float) -> None:
+    def bounded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        return (query @ key.mT * 0.25 + mask).clamp(min=bound).softmax(-1) @ value
+
+    backend = Rewriting()
+    torch._dynamo.reset()
+    inputs = [torch.randn(2, 3, 20, 16) for _ in range(3)]
+    torch.compile(bounded, backend=backend, fullgraph=True)(*inputs, torch.zeros(20, 20))
+    (miss,) = backend.report.near_misses
+    assert miss.reason.message == "the scores pass through clamp, which has no reading here"
 
 
 def test_a_clamp_between_two_masks_is_refused() -> None:

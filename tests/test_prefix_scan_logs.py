@@ -135,3 +135,14 @@ def test_complex_states_in_logarithmic_depth_are_told_that_they_are(function: Ca
     backend, got, want = compiled(function)
     assert [miss.reason.code for miss in backend.report.near_misses if miss.op == "scan"] == ["COMPLEX_STATE"]
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("function", [heinsen, min_gru, by_products])
+def test_few_steps_are_told_to_be_few(function: Callable[..., Tensor]) -> None:
+    torch._dynamo.reset()
+    backend = Rewriting()
+    a, x = torch.randn(2, 2, 12, 17, dtype=torch.float64)
+    torch.testing.assert_close(torch.compile(function, backend=backend, fullgraph=True)(a, x), function(a, x))
+    (miss,) = backend.report.near_misses
+    assert miss.reason.code == "SCAN_SHORT", miss
+    assert "12 steps" in str(miss.reason), miss

@@ -20,7 +20,7 @@ in a byte, ``packing`` says which is where: ``low_first`` has in byte ``j`` the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 

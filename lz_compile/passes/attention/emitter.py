@@ -155,7 +155,7 @@ class AttentionEmitter(TableEmitter):
         if self.bias != 0:
             found["bias"] = self._bias(builder, scores, query)
         if self.floor is not None:
-            found["bias"] = found["bias"].clamp(min=self.floor)
+            found["bias"] = found["bias"].to(self._wide()).clamp(min=self.floor)
         if squares is not None:
             found["bias"] = found["bias"] + squares if "bias" in found else squares
         if self.attrs.masked_rows == "fill":

@@ -50,6 +50,13 @@ _FROM_OUTSIDE = (
     ),
     "have both products in one graph (TORCH_LOGS=graph_breaks says what broke it)",
 )
+_COMBINED = (
+    Reason(
+        "PROBABILITIES_COMBINED",
+        "parts of the probabilities, as of two heads, are combined before they meet the values",
+    ),
+    "multiply the values, repeated for each head, by all probabilities, then combine the outputs",
+)
 _WITHOUT_VALUES = (
     Reason("NO_VALUES", "the probabilities meet no values in this graph"),
     "multiply values by them in the same graph",
@@ -96,6 +103,8 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
             return mixed_refusal("scores") if is_mixed else None
         if after is not None and _holds(mixes_probabilities, region, after[-1], call.node):
             return mixed_refusal("probabilities")
+        if after is not None and _are_combined(effects, call.node):
+            return _COMBINED
         if after is not None:
             return _through(effects, "probabilities", after[1:])
         is_picked = (
@@ -171,6 +180,28 @@ def _pieces(effects: Effects, node: fx.Node) -> set[fx.Node]:
     return found
 
 
+#: What takes probabilities apart, and what brings parts together.
+_TAKEN_APART = frozenset({"chunk", "split", "tensor_split", "unbind", "getitem", "select", "narrow"})
+_TOGETHER = frozenset({"add", "sub", "rsub", "lerp", "addcmul"})
+
+
+def _are_combined(effects: Effects, softmax: fx.Node) -> bool:
+    """Whether parts of the probabilities are added, or one subtracted from another: differential attention by heads."""
+
+    def passes(node: fx.Node) -> bool:
+        call = effects.calls.get(node)
+        return call is not None and (is_pointwise(call) or layout.rearranges(call))
+
+    def parts(node: fx.Node) -> set[fx.Node]:
+        users = [user for user in node.users if passes(user) or effects.name(user) in _TAKEN_APART]
+        below = {user for user in users if effects.name(user) in _TAKEN_APART and tensor_of(user) is not None}
+        return below.union(*(parts(user) for user in users if user not in below))
+
+    followed = [{*reached([part], lambda node: filter(passes, node.users), FAR)} for part in parts(softmax)]
+    met = [node for node in set().union(*followed) if effects.name(node) in _TOGETHER]
+    return any(sum(node in each for each in followed) > 1 for node in met)
+
+
 def _is_from_outside(region: Region, call: Call, product: fx.Node) -> bool:
     """Whether values are weighed for every query by a softmax of what was made of inputs of the graph, element by element."""
     last, tensor = region.effects.calls[product], tensor_of(product)
@@ -210,12 +241,20 @@ def _through(effects: Effects, what: str, path: list[fx.Node]) -> tuple[Reason, 
     if any(call is not None and is_pointwise_convolution(call) for call in calls):
         return mixed_refusal(what)
     names = [c.name for c in calls if c is not None and not is_pointwise(c) and not layout.rearranges(c)]
+    names = names or [c.name for c in calls if c is not None and _holds(_is_unread, effects, c)]
     names = names or [c.name for c in calls if c is not None and not layout.rearranges(c)]
     between = ", ".join(dict.fromkeys(names)) or "a layout"
     text = f"the {what} pass through {between}, which has no reading here"
     edit = f"multiply the values by the softmax itself, without {between} in between, and read it nowhere else"
     edit = "scale, mask, bias or cap the scores" if what == "scores" else edit
     return Reason(f"{what.upper()}_NOT_READ", text), edit
+
+
+def _is_unread(effects: Effects, call: Call) -> bool:
+    """Whether a call has a reading by its name, and none with these operands: a clamp at a number that scores reach, say."""
+    region = Region(effects)
+    leaf = region.leaves.get(region.express(call.node, fresh(shape_of(known_tensor(call.node)))))
+    return leaf is not None and leaf.node is call.node
 
 
 _EDIT = "mix the heads of the output instead; as it is, no kernel can do better than Inductor's own code"

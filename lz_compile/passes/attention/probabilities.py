@@ -98,6 +98,12 @@ def _is_zero(expression: sympy.Expr) -> bool:
 def _softmax_leaf(region: Region, expression: sympy.Expr) -> sympy.Symbol | None:
     found = [symbol for symbol, leaf in region.leaves_in(expression).items() if _softmax_of(region, leaf)]
     if len(found) > 1:
+        if any(sympy.diff(expression, symbol).free_symbols & {*found} for symbol in found):
+            raise RefusedError(
+                "PROBABILITIES_CHANGED",
+                "probabilities are multiplied with others before they meet the values",
+                "no kernel weighs values by products of probabilities: leave it as it is",
+            )
         raise RefusedError(
             "PROBABILITIES_COMBINED",
             "two softmaxes are combined before they meet the values",

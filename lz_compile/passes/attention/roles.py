@@ -7,6 +7,8 @@ that is needed to bring operands into ``[B, H, S, D]`` and the result back, what
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import sympy
 import torch
 from torch import fx
@@ -71,7 +73,10 @@ def assign_roles(read: Weighing) -> AttentionEmitter:
         rounds_bias=(bias != 0 or inner.distance != 0) and _rounds_joined(inner.leaf.node, dtype),
     )
     output_gain = tidy(sympy.expand(read.gain * values.factor))
-    floor = torch.finfo(torch.float32).min if inner.is_floored and bias != 0 else None
+    floor = (
+        torch.finfo(torch.float32).min if inner.is_floored and bias != 0 else None
+    )  # no dtype of fewer digits holds it
+    attrs = attrs if floor is None else replace(attrs, rounds_bias=False)
     return AttentionEmitter(
         region, roles, query, key, values, query_gain, key_gain, keep, bias, output_gain, found.sinks, output,
         read.output_dims, dtype, attrs, passed, floor, inner.fill or sympy.S.Zero,

@@ -19,7 +19,7 @@ from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, atoms, axes_of
 from lz_compile.passes.formula.contraction import PRODUCTS, Factor, is_product_sum
 from lz_compile.passes.formula.distances import is_distance
-from lz_compile.passes.formula.expressions import FLOORED, INFINITY, indicators, reduce_indicators, tidy
+from lz_compile.passes.formula.expressions import FLOORED, INFINITY, NAN_TO_NUM, indicators, reduce_indicators, tidy
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import reached, tensor_of
@@ -186,6 +186,9 @@ def _split_softcap(expression: sympy.Expr, product: sympy.Symbol) -> tuple[sympy
 
 def _affine(expression: sympy.Expr, variable: sympy.Symbol) -> tuple[sympy.Expr, sympy.Expr]:
     gain = sympy.diff(expression, variable)
+    if any(each.has(variable) for each in expression.atoms(NAN_TO_NUM)):
+        edit = "leave nan_to_num out, or apply it to the probabilities"
+        raise RefusedError("SCORES_NOT_AFFINE", "the scores pass through nan_to_num, which no kernel has", edit)
     if gain.has(variable):
         raise RefusedError(
             "SCORES_NOT_AFFINE",
@@ -240,9 +243,12 @@ def _check_fill(fill: sympy.Expr, limit: float) -> None:
 
 
 def _inner_scale(argument: sympy.Expr, outer: sympy.Expr, product: sympy.Symbol) -> tuple[sympy.Expr, float]:
-    """``outer * tanh(inner * product)`` as ``cap * tanh(scale * product / cap)``: ``(scale, cap)``."""
+    """``outer * tanh(inner * product)`` as ``cap * tanh(scale * product / cap)``: ``(scale, cap)``.
+
+    What the product is scaled by need be no number: where sizes are symbolic, it is made of one.
+    """
     inner, rest = _affine(argument, product)
-    if rest != 0 or not outer.is_number or not inner.is_number:
+    if rest != 0 or not outer.is_number or indicators(inner):
         raise RefusedError(
             "SOFTCAP_NOT_UNDERSTOOD", f"the cap is not c * tanh(scores / c) ({outer} * tanh({argument}))", "cap plainly"
         )

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, TypeAlias
 
 import sympy
+import torch
 from torch import fx
 
 from lz_compile.passes.formula import layout
@@ -22,12 +23,12 @@ from lz_compile.passes.formula.expressions import (
     plain_number,
     specialised,
 )
-from lz_compile.passes.graph.view import Call, is_boolean, is_floating, read
+from lz_compile.passes.graph.view import Call, is_boolean, is_floating, read, tensor_of
 
 if TYPE_CHECKING:
     from lz_compile.passes.formula.algebra import Region
 
-#: Constants up to this are no bound on scores.
+#: Constants up to this are no bound on scores, nor are those up to the least number of their dtype.
 _BOTTOM = -1e30
 
 
@@ -107,7 +108,10 @@ def _floored(parameter: str) -> Rule:
         if isinstance(bound, fx.Node):
             source = region.effects.calls.get(bound)
             constant = None if source is None else constant_value(source)
-        if constant is None or constant > _BOTTOM or call.get("max") is not None:
+        given = tensor_of(call.input)
+        if constant is None or given is None or not given.is_floating_point() or call.get("max") is not None:
+            return None
+        if constant > max(_BOTTOM, torch.finfo(given.dtype).min):
             return None
         return FLOORED(region.operand(call, "input", dims))
 

@@ -28,11 +28,11 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, mutated, told
 from lz_compile.passes.graph.view import reached, tensor_of, where_of
 from lz_compile.passes.graph.writes import refuse_transformed
+from lz_compile.passes.loops.recurrence.outer_products import running_sums, with_reads
 from lz_compile.passes.loops.recurrence.plan import Part, Plan
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, prefix_scans
 from lz_compile.passes.loops.recurrence.prefix_scan_emitter import match_of
 from lz_compile.passes.loops.recurrence.prefix_scan_logs import log_scans
-from lz_compile.passes.loops.recurrence.prefix_scan_reads import read_of
 from lz_compile.passes.loops.recurrence.states import Readings
 from lz_compile.passes.loops.recurrence.step_check import check, with_drops
 from lz_compile.passes.loops.recurrence.step_form import StepForm
@@ -57,12 +57,13 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     known: set[fx.Node] = set()
     for found in (*prefix_scans(graph, effects), *log_scans(graph, effects)):
         if isinstance(found, PrefixScan):
-            dims = found.dims[found.output]
-            read = None if found.is_reversed else read_of(found.output, dims, found.time, effects)
-            yield match_of(replace(found, read=read), effects)
+            yield match_of(with_reads(found, effects), effects)
             known.update(found.core)
         else:
             yield found
+    for scan in running_sums(graph, effects, frozenset(known)):
+        yield match_of(scan, effects) if isinstance(scan, PrefixScan) else scan
+        known.add(scan.output if isinstance(scan, PrefixScan) else scan.node)
     yield from chunked_forms(graph, effects, known)
 
 

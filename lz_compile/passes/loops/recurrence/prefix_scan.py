@@ -14,12 +14,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import sympy
 import torch
 from torch import fx
 
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import Size, as_size
 from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
@@ -44,13 +46,23 @@ _MOST_ELEMENTS = 1 << 20
 
 
 @dataclass(frozen=True)
+class Updates:
+    """What drives a recurrence as ``left * right``, products of leaves of ``region``; ``inner`` are the nodes between."""
+
+    left: sympy.Expr
+    right: sympy.Expr
+    region: Region
+    inner: tuple[fx.Node, ...]
+
+
+@dataclass(frozen=True)
 class PrefixScan:
     """``output[t] = decay[t] * output[t - 1] + drive[t]`` along dimension ``dim``; without a decay, a sum.
 
     ``core`` are the nodes between, in graph order, ``output`` last. ``dims`` are the axes of all three. With ``logs`` decays
     are given as logarithms, of each step, or of the product of all up to it (``"sums"``), with ``has_log_drive`` the drive.
     Where it ``is_reversed``, the state before is that of the next index.
-    ``read`` is how the states are read, where they themselves are no result.
+    ``read`` is how the states are read, where they themselves are no result, and ``updates`` are what ``drive`` is then.
     """
 
     output: fx.Node
@@ -63,6 +75,7 @@ class PrefixScan:
     has_log_drive: bool = False
     is_reversed: bool = False
     read: StatesRead | None = None
+    updates: Updates | None = None
 
     @property
     def time(self) -> Axis:
@@ -265,6 +278,12 @@ def _complex(what: str) -> RefusedError:
     text = f"it is h[t] = a[t] * h[t - 1] + b[t] {what}, and kernels for recurrences in logarithmic depth are for real ones"
     edit = "a loop over time that carries real and imaginary parts has kernels"
     return RefusedError("COMPLEX_STATE", text, edit)
+
+
+def too_short(what: str, least: str) -> RefusedError:
+    """Why a recurrence of few steps is left alone."""
+    text = f"{what}: that costs less than a call of a kernel"
+    return RefusedError("SCAN_SHORT", text, f"nothing: kernels are asked for from {least} on")
 
 
 def _unknown(output: fx.Node, text: str) -> RefusedError:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -37,14 +37,22 @@ class PrefixScanEmitter(TableEmitter):
     attrs: ScanAttrs
 
     def table(self) -> dict[str, Cell]:
-        """``decay`` and ``drive`` ``[B, 1, T, K, V]``, or their logarithms, and what reads them ``[B, 1, T, 1, K]``."""
-        given = {"drive": self.scan.drive} | ({} if self.scan.decay is None else {"decay": self.scan.decay})
-        read, (batch, heads, time, rows, _) = self.scan.read, self._groups
+        """``decay`` and ``drive`` ``[B, H, T, K, V]``, or what these are made of, and what reads them ``[B, H, T, 1, K]``."""
+        scan, read, (batch, heads, time, rows, columns) = self.scan, self.scan.read, self._groups
+        given = {} if scan.decay is None else {"decay": scan.decay}
+        given |= {"drive": scan.drive} if scan.updates is None else {}
         found = {
-            name: Cell(Leaf(node, self.scan.dims[node]), self._groups, is_whole=read is None or name == "drive")
+            name: Cell(Leaf(node, scan.dims[node]), self._groups, is_whole=read is None or name == "drive")
             for name, node in given.items()
         }
-        return found if read is None else found | {"query": Cell(read.query, (batch, heads, time, (), rows))}
+        sides = {} if scan.updates is None else {"left": (scan.updates, rows), "right": (scan.updates, columns)}
+        parts = [(name, getattr(of, name), of.region, last) for name, (of, last) in sides.items()]
+        parts += [] if read is None else [("query", read.query, read.region, rows)]
+        dtype = self.attrs.compute_dtype
+        return found | {
+            name: Cell(what, (batch, heads, time, (), last), region=region, dtype=dtype)
+            for name, what, region, last in parts
+        }
 
     def operands(self, builder: Builder) -> Any:
         """Those of the table, from logarithms where the source has these."""
@@ -59,13 +67,14 @@ class PrefixScanEmitter(TableEmitter):
     @property
     def _groups(self) -> _Groups:
         """Batch, heads, time, rows and columns of the states."""
-        read, time = self.scan.read, self.scan.time
+        read, time, updates = self.scan.read, self.scan.time, self.scan.updates
         others = [axis for dim in self.scan.dims[self.scan.output] for axis in dim if axis is not time]
         if read is None:
             return ((), (), (time,), (), tuple(others))
-        batch = tuple(axis for axis in others if axis in read.query.axes and axis not in read.rows)
+        own = read.query_axes | (frozenset() if updates is None else updates.region.axes_in(updates.left))
+        batch = tuple(axis for axis in others if axis in own and axis not in read.rows)
         columns = tuple(axis for axis in others if axis not in (*batch, *read.rows))
-        return (batch, (), (time,), read.rows, columns)
+        return (batch[:1], batch[1:], (time,), read.rows, columns)
 
     def facts(self, *, needs_grad: bool) -> ScanFacts:
         """For selection."""
@@ -78,9 +87,12 @@ class PrefixScanEmitter(TableEmitter):
         )
         if scan.decay is None or scan.read is None:
             kind = "none" if scan.decay is None else "value"
-        structure = ScanStructure(decay=kind, has_drive=True, has_query=scan.read is not None)
+        has_updates = scan.updates is not None
+        structure = ScanStructure(
+            decay=kind, has_updates=has_updates, has_drive=not has_updates, has_query=scan.read is not None
+        )
         result = known_tensor(scan.output)
-        sizes = (batch, heads, length, rows, columns, 0, 1)
+        sizes = (batch, heads, length, rows, columns, int(has_updates), 1)
         return ScanFacts(
             *sizes, structure=structure, dtype=result.dtype, device=result.device.type, needs_grad=needs_grad
         )
@@ -118,12 +130,15 @@ def _of_logs(x: Operands, *, are_sums: bool, has_log_drive: bool) -> Operands:
     if are_sums:
         first = torch.zeros_like(decay[:, :, :1])
         decay = torch.cat((first, decay[:, :, 1:] - decay[:, :, :-1]), 2)
-    return Operands(decay=torch.exp(decay), drive=(torch.exp(drive) if has_log_drive else drive) + lost)
+    if drive is None:  # updates do: nothing times NaN is NaN
+        return replace(x, decay=torch.exp(decay) + lost)
+    return replace(x, decay=torch.exp(decay), drive=(torch.exp(drive) if has_log_drive else drive) + lost)
 
 
 def match_of(scan: PrefixScan, effects: Effects) -> Match:
     """The match of such a recurrence; proofs keep the number of steps, which the source has spelled out."""
-    leaves = [scan.drive] if scan.decay is None else [scan.decay, scan.drive]
+    leaves = [] if scan.decay is None else [scan.decay]
+    leaves += [scan.drive] if scan.updates is None else []
     read, dtype = scan.read, known_tensor(scan.output).dtype
     wide = torch.promote_types(dtype, torch.float32)
     ambient = effects.ambient(scan.output)
@@ -136,8 +151,12 @@ def match_of(scan: PrefixScan, effects: Effects) -> Match:
     inputs = {node: Input(scan.dims[node], scale=_GENTLE if node is gentle else 1.0) for node in leaves}
     before = "h[t+1]" if scan.is_reversed else "h[t-1]"
     formula = f"h[t] = {before} + b[t]" if scan.decay is None else f"h[t] = a[t] * {before} + b[t]"
+    ties: dict[Axis, Axis] = {}
+    if scan.updates is not None:
+        _add(inputs, ties, scan.updates.region.leaves_in(scan.updates.left, scan.updates.right).values())
+        formula = formula.replace("b[t]", "k[t] v[t]")
     if read is not None:
-        inputs |= {read.query.node: Input(read.query.dims)}
+        _add(inputs, ties, read.region.leaves_in(read.query).values())
         formula += "; y[t] = sum of c[t] * h[t]"
     facts = emitter.facts(needs_grad=wants_grad(ambient, inputs))
     spelled = {axis for dims in constants.values() for axis in axes_of(dims) if axis not in own}
@@ -145,8 +164,16 @@ def match_of(scan: PrefixScan, effects: Effects) -> Match:
         "scan",
         _site(scan, Core(scan.core, ambient), constants, effects),
         Found(attrs, facts, inputs, {}, emitter, formula),
-        Trial(pinned=frozenset({scan.time, *spelled})),
+        Trial(pinned=frozenset({scan.time, *spelled}), ties=ties),
     )
+
+
+def _add(inputs: dict[fx.Node, Input], ties: dict[Axis, Axis], leaves: Iterable[Leaf]) -> None:
+    """Further inputs; of one that is there already, its axes are those that it has by now."""
+    for leaf in leaves:
+        known = inputs.setdefault(leaf.node, Input(leaf.dims)).dims
+        pairs = zip(axes_of(leaf.dims), axes_of(known), strict=True)
+        ties.update((one, other) for one, other in pairs if one is not other)
 
 
 def _site(scan: PrefixScan, core: Core, constants: Mapping[fx.Node, Dims], effects: Effects) -> Site:
@@ -154,9 +181,13 @@ def _site(scan: PrefixScan, core: Core, constants: Mapping[fx.Node, Dims], effec
     read = scan.read
     if read is None:
         return Site.of(core, scan.dims[scan.output], constants)
-    nodes = {*core.nodes, *read.inner, *read.lasts} - {read.output}
+    own: tuple[fx.Node, ...] = ()
+    spelled = dict(constants)
+    if scan.updates is not None:
+        own, spelled = scan.updates.inner, {**constants, **scan.updates.region.interior}
+    nodes = {*core.nodes, *own, *read.inner, *read.lasts} - {read.output}
     ordered = (*sorted(nodes, key=effects.position.__getitem__), read.output)
-    site = Site.of(replace(core, nodes=ordered), read.dims, constants)
+    site = Site.of(replace(core, nodes=ordered), read.dims, spelled)
     return replace(site, extra_outputs=tuple(read.lasts))
 
 

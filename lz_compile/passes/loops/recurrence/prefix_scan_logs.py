@@ -21,12 +21,12 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.axes import LayoutError, fresh
+from lz_compile.passes.formula.axes import Dims, LayoutError, fresh
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of, tensor_operands
-from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, dims_of
+from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, dims_of, too_short
 from lz_compile.passes.loops.roll.worthwhile import LEAST_POINTWISE
 from lz_compile.passes.rewriting.core import Core
 
@@ -86,8 +86,6 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
     steps, count = tensor.shape[dim], 1
     for size in tensor.shape:
         count = count * size if isinstance(size, int) else _LEAST_NUMBERS
-    if (isinstance(steps, int) and steps < LEAST_POINTWISE) or count < _LEAST_NUMBERS:
-        return None
     around = _around(effects, call, inner)
     output = None if around is None else _output(effects, call, around)
     if around is None or output is None:
@@ -95,6 +93,9 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
     own = effects.calls.get(around.decay)
     runs = own is not None and own.name == ("cumprod" if around.is_product else "cumsum")
     is_own = runs and own is not None and _dim(own) in (dim, dim - tensor.dim()) and own.get("dtype") is None
+    if (isinstance(steps, int) and steps < LEAST_POINTWISE) or count < _LEAST_NUMBERS:
+        text = f"two running sums over {steps} steps, of {count} numbers, for h[t] = a[t] * h[t - 1] + b[t]"
+        raise too_short(text, f"{LEAST_POINTWISE} steps and {_LEAST_NUMBERS} numbers")
     given = {around.drive, around.decay}
     core = tuple(needed([output], given, tensor_operands))
     if is_own and set(around.decay.users) <= set(core):
@@ -159,9 +160,14 @@ def _expressed(effects: Effects, node: fx.Node, known: Mapping[fx.Node, sympy.Sy
     names = {
         symbol: known[leaf.node]
         for symbol, leaf in leaves.items()
-        if leaf.node in known and leaf.dims == dims  # in the same place
+        if leaf.node in known and _is_same_place(leaf.dims, dims)
     }
     return sympy.powsimp(expression.xreplace(names))
+
+
+def _is_same_place(own: Dims, dims: Dims) -> bool:
+    """Whether a tensor has these axes, or one element for them all."""
+    return len(own) == len(dims) and all(each in ((), whole) for each, whole in zip(own, dims, strict=True))
 
 
 def _output(effects: Effects, call: Call, around: _Around) -> fx.Node | None:

@@ -6,27 +6,34 @@ writes them. The last states may be read beside that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import sympy
 from torch import fx
 
 from lz_compile.ground.sizes import Size, product, shape_of
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.algebra import Leaf, Region
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fresh, resolve
+from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, broadcast_from, fresh, resolve
 from lz_compile.passes.formula.contraction import PRODUCTS
+from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_dead
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError
-from lz_compile.passes.graph.view import known_tensor, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, tensor_operands
 from lz_compile.passes.loops.roll.slices import elements_of
 from lz_compile.passes.rewriting.core import find_core
+
+if TYPE_CHECKING:
+    from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan
 
 _CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type_as"})
 #: Calls that spell sizes out, which a proof could not change.
 _SPELLED = frozenset({"view", "reshape", "flatten", "unflatten", "expand", "repeat", "broadcast_to"})
+#: What weighs states before they are read.
+_SCALES = frozenset({"mul", "div"})
 _ALL = slice(None)
 
 
@@ -34,39 +41,46 @@ _ALL = slice(None)
 class StatesRead:
     """``output = sum over rows of query * states``, another query for each step, and the last of the states.
 
-    ``inner`` are the nodes between the states and all that is given. ``lasts`` are the nodes of the last states, with their
-    axes.
+    ``query`` is a product of leaves of ``region``. ``inner`` are the nodes between the states and all that is given.
+    ``lasts`` are the nodes of the last states, with their axes. It ``is_tall`` where there are more rows than columns.
     """
 
     output: fx.Node
     dims: Dims
-    query: Leaf
+    query: sympy.Expr
+    region: Region
     rows: tuple[Axis, ...]
     inner: tuple[fx.Node, ...]
     lasts: Mapping[fx.Node, Dims]
+    is_tall: bool
+
+    @property
+    def query_axes(self) -> frozenset[Axis]:
+        """What a query differs over."""
+        return self.region.axes_in(self.query)
 
 
-def read_of(states: fx.Node, dims: Dims, time: Axis, effects: Effects) -> StatesRead | None:
-    """How states with these axes are read, if that is by one product, and the last of them beside; nothing is overwritten."""
+def read_of(scan: PrefixScan, effects: Effects) -> StatesRead | None:
+    """How states are read, if that is by one product, and the last of them beside; nothing is overwritten."""
+    states, dims, time = scan.output, scan.dims[scan.output], scan.time
     inner, products, others = _around(states, effects)
     if len(products) != 1:
         return None
     (output,) = products
     try:
-        found = _product(states, dims, output, effects)
+        found = _product(states, dims, output, {*inner}, effects)
         lasts = {node: _last(states, dims, node, time, effects) for node in others}
     except (LayoutError, MutatedError):
         return None
     known = {node: own for node, own in lasts.items() if own is not None}
     if found is None or len(known) != len(lasts) or effects.has_mutations:
         return None
-    own, query, rows = found
-    known_axes = set(axes_of(dims))
-    columns = known_axes - {time, *rows, *query.axes}
-    if not rows or time in rows or time not in query.axes or not query.axes <= known_axes:
+    own, query, region, rows = found
+    known_axes, axes = set(axes_of(dims)), region.axes_in(query)
+    columns = known_axes - {time, *rows, *axes}
+    if not rows or time in rows or time not in axes or not axes <= known_axes:
         return None  # a projection, which is a product of matrices
-    if _is_less(product(each.size for each in columns), product(each.size for each in rows)):
-        return None  # columns lie in the lanes of vectors
+    is_tall = _is_less(product(each.size for each in columns), product(each.size for each in rows))
     within = dict.fromkeys((*inner, *find_core(effects, states, output).nodes))
     users = {user for node in within if node is not output for user in node.users}
     if any(user not in within and user not in known and not is_dead(user) for user in users):
@@ -74,7 +88,9 @@ def read_of(states: fx.Node, dims: Dims, time: Axis, effects: Effects) -> States
     if any(effects.ambient(node) != effects.ambient(states) for node in (*within, *known)):
         return None
     first = min(map(effects.position.__getitem__, (output, *known)))
-    return None if effects.position[query.node] > first else StatesRead(output, own, query, rows, tuple(within), known)
+    if any(effects.position[leaf.node] > first for leaf in region.leaves_in(query).values()):
+        return None
+    return StatesRead(output, own, query, region, rows, tuple(within), known, is_tall)
 
 
 def _is_less(one: Size, other: Size) -> bool:
@@ -93,7 +109,7 @@ def _around(states: fx.Node, effects: Effects) -> tuple[list[fx.Node], list[fx.N
                 products.append(user)
             elif call.name == "mul" and len(user.users) == 1 and _is_sum(next(iter(user.users)), effects):
                 products.append(next(iter(user.users)))
-            elif call.name in _CASTS or (layout.rearranges(call) and _moves(user, effects)):
+            elif call.name in _CASTS or call.name in _SCALES or (layout.rearranges(call) and _moves(user, effects)):
                 inner.append(user)
                 queue.append(user)
             elif not is_dead(user):
@@ -116,23 +132,75 @@ def _moves(node: fx.Node, effects: Effects) -> bool:
 
 
 def _product(
-    states: fx.Node, dims: Dims, output: fx.Node, effects: Effects
-) -> tuple[Dims, Leaf, tuple[Axis, ...]] | None:
+    states: fx.Node, dims: Dims, output: fx.Node, inner: Collection[fx.Node], effects: Effects
+) -> tuple[Dims, sympy.Expr, Region, tuple[Axis, ...]] | None:
     """The axes of a product of the states, what they are multiplied by, and the axes summed over; in those of the states."""
-    region, call = Region(effects), effects.calls[output]
+    region, call, own = Region(effects), effects.calls[output], fresh(shape_of(known_tensor(output)))
     assert call is not None
-    found = contraction.read(region, call, fresh(shape_of(known_tensor(output))))
-    if found is None or found.addend is not None or found.coefficient != 1 or found.distance:
+    if call.name == "sum":
+        found = contraction.read(region, call, own)
+        if found is None:
+            return None
+        sides, summed = tuple((each.node, each.dims) for each in (found.left, found.right)), found.summed
+    else:
+        given = contraction.factors(call, own)
+        if given is None or given.addend is not None or not given.is_plain:
+            return None
+        sides, summed = given.factors, given.summed
+    parts = [part for node, each in sides for part in _apart(node, each, 1, states, inner, effects)]
+    seen = [part for part in parts if part[0] is states]
+    if len(seen) != 1 or seen[0][2] != 1:
         return None
-    sides = [_shown(each.node, each.dims, effects, states) for each in (found.left, found.right)]
-    if [node is states for node, _ in sides].count(True) != 1:
+    names = _named(seen[0][1], dims)
+    others = [part for part in parts if part[0] is not states]
+    tensors = [each for each in (states, output, *(node for node, _, _ in others)) if isinstance(each, fx.Node)]
+    if names is None or len({known_tensor(each).dtype for each in tensors}) > 1:
         return None
-    (own, (query, over)) = sorted(sides, key=lambda side: side[0] is not states)
-    names = _named(own[1], dims)
-    if names is None or len({known_tensor(each).dtype for each in (states, query, output)}) > 1:
+    factors = [
+        (region.leaf(node, _renamed(each, names)) if isinstance(node, fx.Node) else region.scalar(node)) ** power
+        for node, each, power in others
+    ]
+    return _renamed(own, names), sympy.Mul(*factors), region, axes_of(_renamed((summed,), names))
+
+
+def _apart(
+    node: Any, dims: Dims, power: int, states: fx.Node, inner: Collection[fx.Node], effects: Effects
+) -> list[tuple[Any, Dims, int]]:
+    """What a tensor is the product of, down to the states; what these are no part of is one factor."""
+    if not isinstance(node, fx.Node):
+        return [(node, dims, power)]
+    node, dims = _shown(node, dims, effects, states)
+    given = multiplied(effects.calls.get(node), dims) if node in inner and node is not states else None
+    if given is None or len(given) == 1:
+        return [(node, dims, power)]
+    return [part for each, own, sign in given for part in _apart(each, own, power * sign, states, inner, effects)]
+
+
+def multiplied(call: Call | None, dims: Dims) -> list[tuple[Any, Dims, int]] | None:
+    """What a call multiplies, or shows in another shape, each with its axes and its power; None where it does more."""
+    if call is None or call.is_inplace or not tensor_operands(call.node):
         return None
-    rows = axes_of(_renamed((found.summed,), names))
-    return _renamed(found.dims, names), Leaf(query, _renamed(over, names)), rows
+    if call.name == "mul" or (call.name == "div" and call.get("rounding_mode") is None):
+        powers = {"input": 1, "other": 1 if call.name == "mul" else -1}
+        pairs = [(call.get(name), power) for name, power in powers.items()]
+        if any(not isinstance(each, (int, float)) and tensor_of(each) is None for each, _ in pairs):
+            return None
+        return [(each, _broadcast(dims, each), power) for each, power in pairs]
+    if call.name in contraction.PRODUCTS:
+        product = contraction.factors(call, dims)
+        if product is None or product.summed or product.addend is not None or not product.is_plain:
+            return None
+        return [(each, own, 1) for each, own in product.factors]
+    source = tensor_of(call.input)
+    if source is None or source.dtype != known_tensor(call.node).dtype:
+        return None
+    shown = dims if is_cast(call) else layout.read_input_dims(call, dims)
+    return None if shown is None else [(call.input, shown, 1)]
+
+
+def _broadcast(dims: Dims, value: Any) -> Dims:
+    tensor = tensor_of(value)
+    return () if tensor is None else broadcast_from(dims, shape_of(tensor))
 
 
 def _shown(node: fx.Node, dims: Dims, effects: Effects, states: fx.Node) -> tuple[fx.Node, Dims]:
