@@ -29,6 +29,7 @@ from lz_compile.passes.rewriting.core import Core, find_core
 from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 from lz_compile.passes.rewriting.twins import Twins
 from lz_compile.passes.rope.emitter import RopeEmitter, check
+from lz_compile.passes.rope.given_matrices import turned_alike
 from lz_compile.passes.rope.rotations import Rotation, read
 
 #: How many operations may lie between a tensor and what is made of its features.
@@ -137,7 +138,9 @@ def recognise(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     def once(node: fx.Node) -> Match | NearMiss | None:
         return twins.read((node,), lambda: _read(effects, node, known)) if sources(effects, node) else None
 
-    return Driver(OP).walk(reversed(graph.nodes), lambda node: _may_be_last(effects, node), once)
+    driver = Driver(OP)
+    yield from driver.walk(reversed(graph.nodes), lambda node: _may_be_last(effects, node), once)
+    yield from turned_alike(OP, effects, driver.covered, lambda node: known(node) is not None)
 
 
 def _may_be_last(effects: Effects, node: fx.Node) -> bool:
