@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from lz_compile.ground.isolation import isolated
 from lz_compile.passes.graph.view import needed
 from lz_compile.passes.proof import running
+from lz_compile.passes.proof.resize import shape
 from lz_compile.passes.proof.running import NotRunnableError, Subgraph, run
 from lz_compile.passes.proof.sizes import all_axes, representative_sizes
 from lz_compile.passes.recognisers import recognisers
@@ -122,3 +123,24 @@ def test_what_has_many_axes_is_tried_at_sizes_that_fit_into_memory() -> None:
         len({sizes[axis] for axis in all_axes(match) if not isinstance(axis.size, int)}) == 6
     )  # different ones stay so
     assert math.prod(sizes[axis] for axis in all_axes(match)) <= 1 << 28
+
+
+def test_windows_of_images_of_any_size_are_proven_at_sizes_that_take_no_time() -> None:
+    """Each pixel attends to those around it, which are gathered for it: an operand has all axes but one."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keys, values = (torch.nn.functional.pad(x, (0, 0, 1, 1, 1, 1)).unfold(2, 3, 1).unfold(3, 3, 1) for x in (k, v))
+        weights = torch.einsum("bhyxd,bhyxdij->bhyxij", q, keys).flatten(-2).softmax(-1).unflatten(-1, (3, 3))
+        return torch.einsum("bhyxij,bhyxdij->bhyxd", weights, values)
+
+    inputs = [torch.randn(2, 3, 10, 12, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(3)]
+    module = capture(attention, *inputs, dynamic=True)
+    (match,) = recognisers()["attention"](module.graph, effects_of(module))
+    assert isinstance(match, Match)
+    sizes = representative_sizes(match)
+    assert max(math.prod(shape(dims, sizes)) for dims in match.inputs.values()) < 1 << 22
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"attention": "lz.blocked"}, strict=True)
+    result = torch.compile(attention, backend=backend, fullgraph=True, dynamic=True)(*inputs)
+    torch.testing.assert_close(result, attention(*inputs), rtol=1e-4, atol=1e-5)
+    assert [each.rewritten for each in backend.report.matches] == [True], backend.why_not()

@@ -233,3 +233,55 @@ def test_complex_states_in_other_forms_are_told(spelled: str) -> None:
     backend = compiled(STATES[spelled])
     assert not rewritten(backend, "scan")
     assert {miss.reason.code for miss in backend.report.near_misses if miss.op == "scan"} == {TOLD[spelled]}
+
+
+def _attention_by(turn: Callable[[Tensor, Tensor], Tensor], *, is_scored: bool = True) -> Callable[..., Tensor]:
+    def attention(q: Tensor, k: Tensor, v: Tensor, matrices: Tensor) -> Tensor:
+        q, k = turn(q, matrices), turn(k, matrices)
+        return (q @ k.mT * 0.3).softmax(-1) @ v if is_scored else q + k
+
+    return attention
+
+
+def _told_of_matrices(function: Callable[..., Tensor]) -> list[str]:
+    inputs = (
+        *(normal(2, 3, variants.TOKENS, 2 * variants.PAIRS, seed=i) for i in range(3)),
+        variants.large_matrices(True),
+    )
+    return [str(miss.reason) for miss in compiled(Variant(function, inputs)).report.near_misses]
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        lambda x, r: torch.einsum("bhsi,sji->bhsj", x, r),
+        lambda x, r: torch.einsum("bhsi,sji->bhsj", x, r[torch.arange(variants.TOKENS)]),
+        lambda x, r: (r[: x.shape[2]] @ x[..., None]).squeeze(-1) * 0.5,
+    ],
+    ids=["einsum", "of positions", "columns"],
+)
+def test_queries_and_keys_that_are_turned_by_given_matrices_are_told(turn: Callable[[Tensor, Tensor], Tensor]) -> None:
+    (told,) = _told_of_matrices(_attention_by(turn))
+    assert told.startswith("[MATRICES_GIVEN] queries and keys are multiplied by matrices, a matrix of 16 x 16")
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        _attention_by(lambda x, r: torch.einsum("bhsi,sji->bhsj", x, r), is_scored=False),
+        _attention_by(lambda x, r: torch.einsum("bhsi,ji->bhsj", x, r[0])),
+        _attention_by(lambda x, r: torch.einsum("bhsi,sji->bhsj", x, r.cumsum(0))),
+    ],
+    ids=["no scores", "one for all positions", "computed"],
+)
+def test_given_matrices_that_turn_no_queries_and_keys_are_not_told(function: Callable[..., Tensor]) -> None:
+    assert _told_of_matrices(function) == []
+
+
+def test_queries_and_keys_that_are_turned_by_a_buffer_of_matrices_are_embeddings() -> None:
+    """The edit that the near miss asks for."""
+    attention = _attention_by(lambda x, r: torch.einsum("bhsi,sji->bhsj", x, r))
+    turned = Turned(lambda q, matrices, k, v: attention(q, k, v, matrices), variants.large_matrices(True))
+    inputs = tuple(normal(2, 3, variants.TOKENS, 2 * variants.PAIRS, seed=i) for i in range(3))
+    backend = compiled(Variant(turned, inputs))
+    assert rewritten(backend, "rope") == [True, True], backend.why_not()

@@ -14,6 +14,7 @@ from lz_compile.compile.stages import State
 from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import frames
 from lz_compile.passes.editing.edit import Edit, RefutedError, Rewrite, apply_places
+from lz_compile.passes.editing.merge import merge_met
 from lz_compile.passes.graph.effects import RESHAPERS, Effects
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, reshaped
@@ -127,24 +128,33 @@ def take_apart(state: State) -> None:
 
 
 def recognise(state: State) -> None:
-    """Find ops and near misses."""
+    """Find ops and near misses, again where values that are written twice met in a formula and are one now."""
     matches: list[Match] = []
     left_out: dict[int, fx.Node | None] = {}
+    graph, is_read = state.module.graph, False
     with _deep_recursion():
-        effects = Effects(state.module.graph, may_keep=state.options.keep_weights)
-        for op, recogniser in recognisers().items():
-            for found in _all_of(op, recogniser, state.module.graph, effects):
-                if isinstance(found, Failure):
-                    at = f" at {found.where}" if found.where else ""
-                    state.fail("RECOGNISER_FAILED", f"recognising {op}{at}", found.error)
-                    continue
-                if isinstance(found, Match):
-                    result: Match | NearMiss = _cancelled(found, left_out) or _reshaped(found, effects) or found
-                else:
-                    result = found
-                state.misses += [result] if isinstance(result, NearMiss) else []
-                matches += [result] if isinstance(result, Match) else []
+        while not is_read:
+            effects = Effects(graph, may_keep=state.options.keep_weights)
+            results = [(op, found) for op, read in recognisers().items() for found in _all_of(op, read, graph, effects)]
+            is_read = not effects.met or not state.change(_merged(graph, effects))
+        for op, found in results:
+            if isinstance(found, Failure):
+                at = f" at {found.where}" if found.where else ""
+                state.fail("RECOGNISER_FAILED", f"recognising {op}{at}", found.error)
+                continue
+            if isinstance(found, Match):
+                result: Match | NearMiss = _cancelled(found, left_out) or _reshaped(found, effects) or found
+            else:
+                result = found
+            state.misses += [result] if isinstance(result, NearMiss) else []
+            matches += [result] if isinstance(result, Match) else []
     state.effects, state.matches = effects, sorted(matches, key=lambda match: effects.position[match.output])
+
+
+def _merged(graph: fx.Graph, effects: Effects) -> Rewrite[int]:
+    """Equal values that met in a formula as one."""
+    shown = "equal calls of equal operands under equal modes, of whose memory nobody can tell"
+    return Rewrite("making equal values one", partial(merge_met, graph, effects), shown=shown)
 
 
 def _reshaped(match: Match, effects: Effects) -> NearMiss | None:

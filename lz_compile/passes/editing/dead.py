@@ -10,23 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import fx
 
-from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.expressions import is_constant, specialised
-from lz_compile.passes.formula.pointwise import is_pointwise
-from lz_compile.passes.graph.view import Call, read
+from lz_compile.passes.formula.equal_values import only_computes
+from lz_compile.passes.graph.view import read
 
-#: Calls that do nothing but compute their result, beyond those that :mod:`algebra` and :mod:`layout` can read.
-_PURE = frozenset(
-    "mean sum prod amax amin max min var std var_mean std_mean norm linalg_norm linalg_vector_norm all any argmax argmin "
-    "topk sort argsort cumsum cumprod logsumexp softmax log_softmax layer_norm rms_norm group_norm normalize "
-    "relu gelu silu sigmoid softplus abs sign sin cos erf log2 log10 log1p expm1 floor ceil round trunc "
-    "gt ge lt le minimum clamp_max isnan isinf isfinite floordiv mod remainder xor lshift rshift "
-    "cat stack chunk split split_with_sizes unbind tensor_split gather take_along_dim index_select select narrow diagonal "
-    "tril triu arange eye detach cpu cuda size dim numel".split()
-)
 #: A join of fewer values may be part of one step, and so may be fewer calls.
 _MANY = 4
 
@@ -71,7 +59,7 @@ def dead_calls(graph: fx.Graph) -> list[fx.Node]:
     for node in reversed(graph.nodes):
         if all(user in dead for user in node.users):
             call = read(node)
-            if call is not None and _is_pure(call):
+            if call is not None and only_computes(call):
                 dead[node] = None
     return list(dead)
 
@@ -80,23 +68,3 @@ def _erase(graph: fx.Graph, nodes: Sequence[fx.Node]) -> int:
     for node in nodes:
         graph.erase_node(node)
     return len(nodes)
-
-
-def _is_pure(call: Call) -> bool:
-    """Whether nothing but its result tells that a call was made."""
-    if call.is_inplace or call.get("out") is not None or call.node.meta.get("unbacked_bindings"):
-        return False
-    if not is_torchs(call.node.target):
-        return False
-    if call.name == "dropout":
-        return not call.get("training", True) or specialised(call.get("p", 0.5)) == 0
-    is_known = call.name in _PURE or call.name in contraction.PRODUCTS
-    return is_known or is_pointwise(call) or layout.rearranges(call) or is_constant(call)
-
-
-def is_torchs(target: Any) -> bool:
-    """Whether a name means what it means in torch: a method's does, others may have functions of the same name."""
-    if isinstance(target, torch._ops.OpOverload):
-        return target.namespace == "aten"
-    module = getattr(target, "__module__", None)
-    return isinstance(target, str) or module in (None, "_operator") or module.partition(".")[0] == "torch"

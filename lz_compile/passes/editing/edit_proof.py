@@ -20,8 +20,8 @@ from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.store import Store
 from lz_compile.lowering import frames
 from lz_compile.passes.editing.comparison import WrittenBehind, comparable, differences, exact, of_sums, written
-from lz_compile.passes.editing.dead import is_torchs
 from lz_compile.passes.editing.stretch import Stretch, edited_stretch, operands_of
+from lz_compile.passes.formula.equal_values import is_torchs
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.gradients import differentiated
 from lz_compile.passes.graph.modes import ambient_behind

@@ -24,6 +24,7 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, distances, layout
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, broadcast_from, resolve
+from lz_compile.passes.formula.equal_values import numbers
 from lz_compile.passes.formula.expressions import (
     FLOORED,
     constant_value,
@@ -39,7 +40,7 @@ from lz_compile.passes.formula.expressions import (
 from lz_compile.passes.formula.pointwise import POINTWISE, Rule
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import Call, reached, tensor_of
 
 #: Of an expression; what is larger is a leaf, so that no graph takes exponential time. A bound by judgement, not measured.
 MOST_PARTS = 2000
@@ -122,6 +123,8 @@ class Region:
     #: By node, and its axes as they were cut by then.
     _known: dict[tuple[fx.Node, Dims], sympy.Expr] = field(default_factory=dict)
     _facts: dict[sympy.Basic, Facts] = field(default_factory=dict)
+    #: The first node of each number that was met.
+    _met: dict[int, fx.Node] = field(default_factory=dict)
 
     def express(self, node: Any, dims: Dims, reader: fx.Node | None = None) -> sympy.Expr:
         """The value of ``node`` at the index given by ``dims``.
@@ -139,6 +142,7 @@ class Region:
             return number(node)
         if reader is not None:
             node = self.seen_by(reader, node)
+        self._meet(node)
         call = self.effects.calls[node]
         if call is None or node in self.stops or (reader is not None and self.effects.is_opaque(node, reader)):
             return self.leaf(node, dims)
@@ -340,6 +344,9 @@ class Region:
             if resolve(self.leaves[symbol].dims) == resolve(dims):
                 return symbol
         tensor = tensor_of(node)
+        if not known and self.effects.name(node) in _REDUCING:  # what is reduced may be in the formula, too
+            for each in reached([node], self._behind_reduction, _FAR):
+                self._meet(each)
         is_boolean = tensor is not None and tensor.dtype == torch.bool
         name = f"{'m' if is_boolean else 'x'}{len(self.leaves)}"
         symbol = sympy.Symbol(name, real=True, integer=is_boolean or None)  # an integer leaf is an indicator
@@ -347,8 +354,24 @@ class Region:
         self.leaves[symbol] = Leaf(node, dims, kind, contraction_)
         return symbol
 
+    def _meet(self, node: fx.Node) -> None:
+        """Note where another node of equal value was met before."""
+        number = numbers(self.effects).get(node)
+        if number is not None and tensor_of(node) is not None and self._met.setdefault(number, node) is not node:
+            self.effects.meet(node)
+
+    def _behind_reduction(self, node: fx.Node) -> Sequence[fx.Node]:
+        call = self.effects.calls.get(node)
+        is_passed = call is not None and (call.name in POINTWISE or call.name in _REDUCING or _is_transparent(call))
+        return node.all_input_nodes if is_passed else ()
+
 
 _REDUCTIONS: Mapping[str, str] = {"sum": "sum", "amax": "amax", "logsumexp": "logsumexp"}
+_REDUCING = _REDUCTIONS.keys() | frozenset(
+    "max mean var std var_mean std_mean norm linalg_norm linalg_vector_norm".split()
+)
+#: How many nodes behind a reduction are looked at.
+_FAR = 16
 _NORMALISING = frozenset({"softmax", "log_softmax", "logsumexp"})
 _THROUGH = frozenset({"sum", "amax", "max", "cat", "getitem", "narrow", "detach"})
 

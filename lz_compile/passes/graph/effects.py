@@ -44,10 +44,14 @@ class _Mutation:
 
 @dataclass
 class Look:
-    """What a reader looked at: the nodes whose calls it read, and what it asked of :meth:`algebra.Region.reaches`."""
+    """What a reader looked at: the nodes whose calls it read, and what it asked of :meth:`algebra.Region.reaches`.
+
+    ``met`` are nodes whose value it met in the same formula under another node.
+    """
 
     nodes: set[fx.Node] = field(default_factory=set)
     reached: set[tuple[fx.Node, frozenset[str]]] = field(default_factory=set)
+    met: set[fx.Node] = field(default_factory=set)
 
 
 class _Calls(dict[fx.Node, "Call | None"]):
@@ -92,6 +96,10 @@ class Effects:
         self.reshapes = [m for m in self._mutations if _reshapes(self.calls[m.node])]
         self._ambient = ambient_of(graph.nodes)
         self._reached: dict[tuple[fx.Node, frozenset[str]], bool] = {}
+        #: Equal for nodes with equal values, once somebody asked (see :mod:`formula.equal_values`).
+        self.numbers: Mapping[fx.Node, int] | None = None
+        #: All nodes whose value a reader met in one formula under another node.
+        self.met: set[fx.Node] = set()
 
     def name(self, node: fx.Node) -> str:
         """What a node calls, in one spelling; empty for what is no call."""
@@ -124,6 +132,13 @@ class Effects:
         if self._calls.look is not None:
             self._calls.look.nodes |= look.nodes
             self._calls.look.reached |= look.reached
+            self._calls.look.met |= look.met
+
+    def meet(self, node: fx.Node) -> None:
+        """Note that the value of a node stands in one formula under another node, too."""
+        self.met.add(node)
+        if self._calls.look is not None:
+            self._calls.look.met.add(node)
 
     def reaches(self, node: fx.Node, goal: frozenset[str], search: Callable[[], bool]) -> bool:
         """The answer of ``search``, which holds for the whole graph and is asked for once."""

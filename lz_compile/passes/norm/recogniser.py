@@ -170,7 +170,13 @@ def _beside_squares(expression: sympy.Expr, moments: Moments) -> fx.Node | None:
     """The first mean of squares of another tensor that stands under the same root as that of the row."""
     roots = [power.base for power in expression.atoms(sympy.Pow) if not power.exp.is_integer]
     leaves = moments.region.leaves_in(*(base for base in roots if base.has(MEAN_SQUARE))).values()
-    calls = {leaf.node: moments.effects.calls.get(leaf.node) for leaf in leaves}
+
+    def summands(node: fx.Node) -> list[fx.Node]:  # what does not depend on the row is read no further
+        call = moments.effects.calls.get(node)
+        return tensor_operands(node) if call is not None and is_pointwise(call) else []
+
+    near = reached((leaf.node for leaf in leaves), summands, _AFTER)
+    calls = {node: moments.effects.calls.get(node) for node in near}
     known = {node: call for node, call in calls.items() if call is not None and call.name in STATISTICS}
     found = [node for node, call in known.items() if _may_be_of_squares(moments.effects, call)]
     return min(found, key=moments.effects.position.__getitem__, default=None)

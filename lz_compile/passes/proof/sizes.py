@@ -18,8 +18,8 @@ from lz_compile.passes.rewriting.match import Match
 
 _SMALL = 8
 _STEP = 8
-#: Of how many elements a tensor over all axes that are resized may be before these sizes lie closer together.
-_MOST = 1 << 28
+#: Of how many elements a tensor over all axes that are resized may be, and an operand, before sizes lie closer together.
+_MOST, _MOST_OF_ONE = 1 << 28, 1 << 25
 #: What a size counts as that nobody knows before the data are there.
 _UNKNOWN = 512
 #: One part of this many of the free memory is what a proof at real sizes may take.
@@ -41,7 +41,10 @@ def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -
     for first, step in ((2 * _SMALL, _STEP), (_SMALL + 1, 1)):  # of many axes products grow to what no memory holds
         fresh = (size for size in count(first, step) if size not in kept)
         assigned = dict(zip(large, fresh, strict=False))
-        if math.prod(assigned.get(size, 1) for size in resized_axes) <= _MOST:
+        one = max(
+            math.prod(assigned.get(axis.size, axis.size) for axis in axes_of(dims)) for dims in match.inputs.values()
+        )
+        if math.prod(assigned.get(size, 1) for size in resized_axes) <= _MOST and one <= _MOST_OF_ONE:
             break
     small = {axis: 1 if axis in ones else assigned.get(axis.size, axis.size) for axis in axes}
     hints = _hints(match) if any(not isinstance(axis.size, int) for axis in match.trial.pinned) else {}

@@ -70,6 +70,8 @@ class Twins:
                 continue
             renamed = _Walk(self._effects, prototype.look, self._signatures).follow(prototype.match.output, anchor)
             if renamed is not None and self._uses_agree(prototype, renamed):
+                for node in prototype.look.met & renamed.keys():
+                    self._effects.meet(renamed[node])
                 return prototype.match.moved(renamed, prototype.match, renamed)
         return None
 

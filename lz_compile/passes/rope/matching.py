@@ -28,6 +28,7 @@ from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Driver, Found, Input, Match, Outcome, Site, TableEmitter, Trial
 from lz_compile.passes.rewriting.twins import Twins
 from lz_compile.passes.rope import recogniser
+from lz_compile.passes.rope.given_matrices import turned_alike
 from lz_compile.passes.rope.rotations import Rotation, Table, moving
 
 OP = "rope"
@@ -46,7 +47,9 @@ def matches(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
         found = recogniser.recognise(effects, node, known)
         return None if found is None else _checked(effects, *found)
 
-    return Driver(OP).walk(reversed(graph.nodes), lambda node: _may_be_last(effects, node), once)
+    driver = Driver(OP)
+    yield from driver.walk(reversed(graph.nodes), lambda node: _may_be_last(effects, node), once)
+    yield from turned_alike(OP, effects, driver.covered, lambda node: isinstance(known(node), Known))
 
 
 def _may_be_last(effects: Effects, node: fx.Node) -> bool:
