@@ -12,10 +12,11 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lz_compile.api.arguments import Arguments
 from lz_compile.api.given import read
 from lz_compile.compile import pipeline
 from lz_compile.compile.compiler import process
-from lz_compile.compile.options import Options, split
+from lz_compile.compile.options import Options, named_options, split
 from lz_compile.errors import LayerZeroError
 from lz_compile.ground import events
 from lz_compile.ground.events import Event
@@ -180,17 +181,24 @@ def explain(
 
     Raises:
         UnknownOperationError: there is no such operation.
-        ArgumentError: of an operation, an operand or attribute does not fit.
+        ArgumentError: of an operation, an operand or attribute does not fit; ``model`` or ``dynamic`` is of another kind.
         OptionError: of a model, an option is unknown or has a wrong value.
     """
     report: Report | SelectionReport
     if isinstance(model, str):
         report = _ask("explain", model, args, kwargs)
     else:
+        _check_model("explain", model, dynamic, "as a module, a function or the name of an operation")
         report = Report(_explained(model, args, kwargs, options, dynamic))
     if print_report:
         rich.print(report.in_full() if verbose and isinstance(report, Report) else report)
     return report
+
+
+def _check_model(function: str, model: object, dynamic: object, expected: str) -> None:
+    arguments = Arguments(function)
+    arguments.instance("model", model, Callable, expected)
+    arguments.flag("dynamic", dynamic, optional=True)
 
 
 def _explained(
@@ -200,7 +208,7 @@ def _explained(
     options: dict[str, Any] | None,
     dynamic: bool | None,
 ) -> list[GraphReport]:
-    ours, _ = split({"layerzero.tune": "off", **(options or {})})
+    ours, _ = split({"layerzero.tune": "off", **named_options(options)})
     found: list[GraphReport] = []
     breaks = GraphBreaks()
 
@@ -250,8 +258,10 @@ def dry_run(
         the reports of the model's graphs.
 
     Raises:
+        ArgumentError: ``model`` or ``dynamic`` is of another kind.
         OptionError: an option is unknown or has a wrong value.
     """
+    _check_model("dry_run", model, dynamic, "as a module or a function")
     ours, _ = split(options)
     reason: Exception | None = None
     try:
