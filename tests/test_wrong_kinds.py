@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -101,6 +102,16 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: lz.explain(torch.sin, torch.ones(2), options=3), "options"),  # type: ignore[call-overload]
     (lambda: lz.explain(torch.sin, torch.ones(2), dynamic="yes"), "dynamic"),  # type: ignore[call-overload]
     (lambda: lz.dry_run(torch.ones(2)), "model"),  # type: ignore[arg-type]
+    (lambda: lz.dry_run(torch.nn.Linear, 2, 2), "model"),
+    (lambda: lz.explain(torch.sin, torch.ones(2), dynamic=1), "dynamic"),  # type: ignore[call-overload]
+    (lambda: lz.warmup(np.zeros(2)), "operation"),
+    (lambda: lz.list_kernels(np.zeros(2)), "operation"),
+    (lambda: lz.warmup(shapes=torch.ones(2)), "shapes"),  # type: ignore[arg-type]
+    (lambda: lz.warmup(device=1 << 70), "device"),  # type: ignore[arg-type]
+    (lambda: lz.tune(mask=np.zeros(2)), "mask"),
+    (lambda: lz.tune(dtype=torch.ones(())), "dtype"),  # type: ignore[arg-type]
+    (lambda: _solve(dims={1: 2}), "dims"),
+    (lambda: _solve(shape_buckets={"batch": torch.ones(2)}), "batch"),
     (lambda: lz.dry_run(torch.sin, torch.ones(2), options=["layerzero.strict"]), "options"),  # type: ignore[arg-type]
     (lambda: lz.dry_run(torch.sin, torch.ones(2), options={1: 2}), "options"),  # type: ignore[dict-item]
     (lambda: lz.warmup("norm.rms", sizes=3), "sizes"),  # type: ignore[arg-type]
@@ -147,7 +158,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
 
 @pytest.mark.parametrize(("call", "name"), WRONG)
 def test_an_argument_of_another_kind_is_named(call: Callable[[], Any], name: str) -> None:
-    with pytest.raises(lz.LayerZeroError, match=f"(expected|configuring|reading).*{name}"):
+    with pytest.raises(lz.LayerZeroError, match=f"(expected|configuring|reading|warming up|listing).*{name}"):
         call()
 
 

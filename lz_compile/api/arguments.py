@@ -210,7 +210,7 @@ class Arguments:
         try:
             found = torch.device(value)
             torch.empty(0, device=found)
-        except (RuntimeError, TypeError, AssertionError) as error:  # what torch raises
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # what torch raises
             raise self.wrong(name, "as a device that is there", f"{_named(value)} ({first_line(error)})") from error
         if found.type == "meta":
             raise self.wrong(name, "as a device that holds numbers", found)

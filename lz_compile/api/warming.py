@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 import torch
@@ -55,13 +55,13 @@ def warmup(
     where = arguments.device("device", device)
     arguments.floating_dtype("dtype", dtype)
     arguments.one_of("layout", layout, get_args(Layout))
-    if isinstance(shapes, str) or not isinstance(shapes, Iterable):
+    if not isinstance(shapes, Sequence):
         raise arguments.wrong("shapes", "as several of four sizes, [(1, 8, 128, 64)]", repr(shapes))
     is_attention = operation.partition(".")[0] == "attention"
-    if (shapes or layout != "BHSD") and not is_attention:
+    if (len(shapes) or layout != "BHSD") and not is_attention:
         names = ", ".join(contexts.dim_names(operation.partition(".")[0]))
         raise ArgumentError("warmup", "shapes and layout", "for attention only", operation, f"Give sizes, by {names}")
-    for shape in (shapes := list(shapes)):
+    for shape in shapes:
         if not isinstance(shape, Sequence) or len(shape) != 4:
             raise arguments.wrong("shapes", "as several of four sizes, [(1, 8, 128, 64)]", repr(shape))
         for size in shape:

@@ -197,8 +197,8 @@ def explain(
 
 def _check_model(function: str, model: object, dynamic: object, expected: str) -> None:
     arguments = Arguments(function)
-    arguments.instance("model", model, Callable, expected)
-    arguments.flag("dynamic", dynamic, optional=True)
+    arguments.instance("model", None if isinstance(model, type) else model, Callable, expected)
+    arguments.instance("dynamic", dynamic, bool, "as True, False or None", optional=True)
 
 
 def _explained(

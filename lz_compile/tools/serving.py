@@ -166,7 +166,9 @@ def serve(
     arguments.instance("padding", padding, Padding, "as lz.Padding(dim, sizes)", optional=True)
     if padding is not None:
         padding.check(arguments)
-    arguments.instance("calls", calls, Iterable, "as several (args, kwargs)")
+    arguments.instance(
+        "calls", None if isinstance(calls, torch.Tensor) else calls, Iterable, "as several (args, kwargs)"
+    )
     calls = list(calls)
     for each in calls:
         if not is_call(each):

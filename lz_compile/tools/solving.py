@@ -241,6 +241,7 @@ def _check_kinds(
     arguments.instance("shape_buckets", shape_buckets, Mapping, "as sizes by name, {'seq_len': [128, 512]}")
     arguments.instance("dims", dims, Mapping, "as positions by name, {'seq_len': 1}", optional=True)
     for name, position in dims.items() if isinstance(dims, Mapping) else ():
+        arguments.instance("dims", name, str, "as positions by name, {'seq_len': 1}")
         arguments.number(f"dims[{name!r}]", position, whole=True)
     arguments.instance("inputs", inputs, Callable, "as a function of a bucket", optional=True)
     arguments.instance("model_id", model_id, str, "as text", optional=True)
@@ -255,7 +256,7 @@ def _made(
 ) -> Iterator[tuple[Bucket, Inputs]]:
     """Every combination of buckets with the inputs of its size; what does not fit is found before the first."""
     for name, sizes in shape_buckets.items():
-        are_several = isinstance(sizes, Iterable) and bool(sizes)
+        are_several = isinstance(sizes, Sequence) and bool(sizes)
         if not are_several or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
             raise SolveError(f"expected sizes of 1 or more for '{name}', received {sizes!r}. Correct shape_buckets")
     if not shape_buckets:

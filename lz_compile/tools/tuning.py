@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -144,7 +144,7 @@ def tune(
         "head_dim": head_dim,
     }
     given: dict[str, int | Sequence[int]] = {name: value for name, value in named.items() if value is not None}
-    dtypes = list(dtype) if isinstance(dtype, Iterable) and not isinstance(dtype, str) else [dtype]
+    dtypes = list(dtype) if isinstance(dtype, Sequence) and not isinstance(dtype, str) else [dtype]
     problems = grid("tune", operation, dtypes, _sizes(operation, given, sizes or {}))
     arguments.number("samples", samples, 1, whole=True, optional=True)
     arguments.number("budget_s", budget_s, optional=True)
@@ -152,6 +152,7 @@ def tune(
     for name, value in (("training", training), ("resume", resume)):
         arguments.flag(name, value)
     where = arguments.device("device", device)
+    arguments.instance("mask", mask, str, f"as one of {', '.join(MASKS)}")
     details = {} if mask == "none" else {"mask": mask}
     if details and (not operation.startswith("attention") or mask not in MASKS):
         valid = f"as one of {', '.join(MASKS)}, for attention"

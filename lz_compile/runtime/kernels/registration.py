@@ -123,7 +123,7 @@ def register_kernel(
     if check is not None and not callable(check):
         raise RegistrationError(kernel_id, f"expected check as a function, received {type(check).__name__}")
     given |= {name: _names(kernel_id, name, given[name]) for name in _SEVERAL}
-    if operation not in operations():
+    if not isinstance(operation, str) or operation not in operations():
         raise UnknownOperationError(f"registering kernel '{kernel_id}'", operation, operations())
 
     def decorate(function: Function) -> Function:
@@ -247,7 +247,7 @@ def _names(kernel_id: str, argument: str, value: Any) -> list[str]:
 
 def _known(kernel_id: str, what: str, names: list[str], valid: Sequence[str]) -> list[str]:
     for name in names:
-        if name not in valid:
+        if not isinstance(name, str) or name not in valid:
             raise RegistrationError(
                 kernel_id, f"no {what} '{name}'{nearest(str(name), list(valid))}; valid are {', '.join(valid)}"
             )
