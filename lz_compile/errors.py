@@ -38,9 +38,9 @@ class ConfigError(LayerZeroError, ValueError):
     """A configuration (file, environment variable, call) that cannot be followed as it is written."""
 
 
-def nearest(name: str, valid: Sequence[str]) -> str:
+def nearest(name: object, valid: Sequence[str]) -> str:
     """``" (did you mean 'x'?)"``, or nothing where no valid name is close."""
-    close = difflib.get_close_matches(name, valid, n=1)
+    close = difflib.get_close_matches(str(name), valid, n=1)
     return f" (did you mean '{close[0]}'?)" if close else ""
 
 

@@ -45,6 +45,9 @@ def models(monkeypatch):
     module.keywords = lambda: (attention, [torch.randn(1, 2, 32, 16)] * 2, {"value": torch.randn(1, 2, 32, 16)})
     module.fails = lambda: (fails, torch.ones(2))
     module.wrong = lambda: attention
+    module.number = 3
+    module.listed = lambda: (attention, [], [1])
+    module.raises = lambda: 1 // 0
     monkeypatch.setitem(sys.modules, "some_models", module)
 
 
@@ -163,6 +166,16 @@ def test_doctor_and_readiness_check(capsys, monkeypatch):
         ("tune --seq-lens 0", "expected numbers"),
         ("solve some_models:make --shape-buckets seq_len=1,x", "expected numbers"),
         ("solve some_models:make --shape-buckets seq_len=8 --dims seq_len", "expected a name and a position"),
+        ("which norm.rms --shape input=2,4 --shape input=2,8", "expected input once"),
+        ("which --shape 2,4 --shape 2,8", "expected one once"),
+        ("which norm.rms --shape 2,4 --set eps=1 --set eps=2", "expected eps once"),
+        ("tune norm.rms --sizes num_rows=1 --sizes num_rows=2", "expected num_rows once"),
+        ("tune norm.rms --chart chart.txt", "ending in"),
+        ("solve some_models:make --shape-buckets batch=1 --chart chart.txt", "ending in"),
+        ("dry-run :make", "expected module:callable"),
+        ("dry-run some_models:number", "expected a function that returns"),
+        ("dry-run some_models:listed", "expected keyword inputs by name"),
+        ("dry-run some_models:make --since before.json", "expected --html FILE"),
         ("wich", "invalid choice: 'wich'"),
         ("", "required: command"),
     ],
@@ -179,6 +192,13 @@ def test_a_model_that_fails_is_one_line(capsys, models):
     code, _, err = run(capsys, "explain", "some_models:fails")
     assert code == 1
     assert err == "lz_compile: error: running some_models:fails: RuntimeError: planted second line\n"
+
+
+def test_a_factory_that_fails_is_one_line(capsys, models):
+    code, _, err = run(capsys, "dry-run", "some_models:raises")
+    assert code == 1
+    assert err.startswith("lz_compile: error: calling some_models:raises: ZeroDivisionError")
+    assert err.count("\n") == 1
 
 
 def test_debugging_keeps_the_traceback(monkeypatch, models):

@@ -353,6 +353,19 @@ def test_inductor_is_asked_once_for_all_processes_and_settings(monkeypatch: pyte
     assert [asked_by(), asked_by(), asked_by(pattern_matcher=False), asked_by(pattern_matcher=False)] == [1, 1, 2, 2]
 
 
+def test_inductor_is_asked_under_the_modes_of_a_match(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return by_torch(q.bfloat16(), k.bfloat16(), v)
+
+    backend = Rewriting()
+    torch.compile(attention, backend=backend)(*torch.randn(3, 2, 4, 24, 16))
+    assert backend.report.matches, backend.why_not()
+    assert not backend.report.events
+
+
 def test_a_question_that_inductor_cannot_answer_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
 

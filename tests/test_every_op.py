@@ -362,7 +362,7 @@ def test_sizes_that_there_are_not_are_refused(op):
             ArgumentError, match=rf"{', '.join(names)}, received '{names[0]}s' \(did you mean '{names[0]}'"
         ):
             call(op, sizes={f"{names[0]}s": 8})
-        with pytest.raises(ArgumentError, match=f"expected {names[0]} of 1 and more, received 0"):
+        with pytest.raises(ArgumentError, match=f"expected {names[0]} as a whole number, 1 or more, received 0"):
             call(op, sizes={names[0]: 0})
 
 

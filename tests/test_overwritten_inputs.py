@@ -128,6 +128,14 @@ def swapped(x: Tensor, y: Tensor) -> Tensor:
     return x - y
 
 
+def swapped_by_a_power(x: Tensor, y: Tensor) -> Tensor:
+    """The same, where a power of one is the copy."""
+    kept = x.pow(1)
+    x.copy_(y)
+    y.copy_(kept)
+    return x - y
+
+
 def copied_otherwise(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     """Copies that are spelled as casts and the like."""
     kept = x.to(x.dtype, copy=True)
@@ -149,9 +157,44 @@ def handed_out(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     return then, x.clone()[1:], went, went + 1
 
 
+def unchanged(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """Results with the numbers of an input or of another result, in memory of their own."""
+    made, zeros, ones = y * 2, torch.zeros_like(x), torch.ones_like(x)
+    views = (x + zeros).t(), (y * ones)[1:]
+    return zeros + x, x - zeros, x / ones, x.pow(1), made + zeros, made, made * ones, *views
+
+
+@torch.library.custom_op("test_overwritten_inputs::add_rolled", mutates_args=("x",))
+def add_rolled(x: Tensor, other: Tensor) -> None:
+    """Adds in two steps, so that an operand that lies where the result does is seen half-way."""
+    x.mul_(2.0)
+    x.add_(other.roll(1, 0))
+
+
+def overwritten_by_an_operator(x: Tensor, y: Tensor) -> Tensor:
+    """What an operator reads beside what it overwrites."""
+    add_rolled(x, x.clone())
+    add_rolled(y[:32], y.clone()[32:])
+    add_rolled(y[:32], y[:32].clone())
+    made = x * y
+    add_rolled(made, made.clone().flip(0))
+    return made
+
+
 @pytest.mark.parametrize(
     "function",
-    [moved, turned, rolled, functional, complex_numbers, swapped, copied_otherwise, handed_out],
+    [
+        moved,
+        turned,
+        rolled,
+        functional,
+        complex_numbers,
+        swapped,
+        copied_otherwise,
+        handed_out,
+        unchanged,
+        overwritten_by_an_operator,
+    ],
     ids=lambda function: function.__name__,
 )
 def test_what_is_overwritten_was_read_before_and_results_have_memory_of_their_own(

@@ -671,7 +671,7 @@ def test_what_is_remembered_and_cannot_be_made_is_an_event(compiles: list[str], 
 
 
 def test_arguments_that_are_wrong_say_so():
-    with pytest.raises(ArgumentError, match=r"lz\.serve: expected queued to be one or more, received 0"):
+    with pytest.raises(ArgumentError, match=r"lz\.serve: expected queued as a whole number, 1 or more, received 0"):
         serve(Model(), queued=0)
     with pytest.raises(ArgumentError, match=r"lz\.serve: expected padding with sizes that grow, received \(8, 4\)"):
         serve(Model(), padding=Padding(1, (8, 4)))

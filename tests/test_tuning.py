@@ -290,8 +290,8 @@ def test_without_a_database_latencies_are_only_reported(timed, eagerly):
             r"mask as one of none, bool, float, .* received 'boolean' \(did you mean 'bool'\?\)",
         ),
         ({"num_kv_heads": 3}, ValueError, "query heads in a multiple of the key heads, received 2 and 3"),
-        ({"seq_lens": [16, 0]}, ValueError, r"seq_len_q of 1 and more, received \[16, 0\]"),
-        ({"samples": 0}, ValueError, "1 and more, received 0"),
+        ({"seq_lens": [16, 0]}, ValueError, r"seq_len_q as a whole number, 1 or more, received 0"),
+        ({"samples": 0}, ValueError, "1 or more, received 0"),
         (
             {"headdim": 64},
             ValueError,

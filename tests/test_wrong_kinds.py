@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,3 +80,109 @@ def test_what_is_registered_has_names(argument: str, wrong: Any) -> None:
 def test_the_id_of_a_kernel_is_text() -> None:
     with pytest.raises(lz.RegistrationError, match="expected kernel_id as text"):
         lz.register_kernel(operation="norm.rms", kernel_id=3, platform="cpu", supported_dtypes=["float32"])  # type: ignore[arg-type]
+
+
+def _solve(**given: Any) -> object:
+    return lz.solve(**{"model": torch.nn.Linear(2, 2), "shape_buckets": {"batch": [2]}, "tune": "off", **given})
+
+
+def _serve(**given: Any) -> None:
+    lz.serve(**{"model": torch.nn.Linear(2, 2), **given}).close()
+
+
+#: Calls with an argument of another kind, and the name that the error says.
+WRONG: list[tuple[Callable[[], Any], str]] = [
+    (lambda: lz.configure(prefer_sources={3}), "prefer_sources"),
+    (lambda: lz.configure(rules={3}), "rules"),
+    (lambda: lz.configure(locks=set()), "locks"),
+    (lambda: lz.log_as_json(3), "stream"),  # type: ignore[arg-type]
+    (lambda: lz.log_as_json(level="LOUD"), "level"),
+    (lambda: lz.log_as_json(level=None), "level"),  # type: ignore[arg-type]
+    (lambda: lz.explain(3), "model"),  # type: ignore[call-overload]
+    (lambda: lz.explain(torch.sin, torch.ones(2), options=3), "options"),  # type: ignore[call-overload]
+    (lambda: lz.explain(torch.sin, torch.ones(2), dynamic="yes"), "dynamic"),  # type: ignore[call-overload]
+    (lambda: lz.dry_run(torch.ones(2)), "model"),  # type: ignore[arg-type]
+    (lambda: lz.dry_run(torch.nn.Linear, 2, 2), "model"),
+    (lambda: lz.explain(torch.sin, torch.ones(2), dynamic=1), "dynamic"),  # type: ignore[call-overload]
+    (lambda: lz.warmup(np.zeros(2)), "operation"),
+    (lambda: lz.list_kernels(np.zeros(2)), "operation"),
+    (lambda: lz.warmup(shapes=torch.ones(2)), "shapes"),  # type: ignore[arg-type]
+    (lambda: lz.warmup(device=1 << 70), "device"),  # type: ignore[arg-type]
+    (lambda: lz.tune(mask=np.zeros(2)), "mask"),
+    (lambda: lz.tune(dtype=torch.ones(())), "dtype"),  # type: ignore[arg-type]
+    (lambda: _solve(dims={1: 2}), "dims"),
+    (lambda: _solve(shape_buckets={"batch": torch.ones(2)}), "batch"),
+    (lambda: lz.dry_run(torch.sin, torch.ones(2), options=["layerzero.strict"]), "options"),  # type: ignore[arg-type]
+    (lambda: lz.dry_run(torch.sin, torch.ones(2), options={1: 2}), "options"),  # type: ignore[dict-item]
+    (lambda: lz.warmup("norm.rms", sizes=3), "sizes"),  # type: ignore[arg-type]
+    (lambda: lz.warmup("norm.rms", sizes={"num_rows": "many"}), "num_rows"),  # type: ignore[dict-item]
+    (lambda: lz.warmup("norm.rms", sizes={"num_rows": ()}), "num_rows"),
+    (lambda: lz.warmup("norm.rms", sizes={"num_rows": 2.5}), "num_rows"),  # type: ignore[dict-item]
+    (lambda: lz.warmup(dtype="float32"), "dtype"),  # type: ignore[arg-type]
+    (lambda: lz.warmup(device="nowhere"), "device"),
+    (lambda: lz.warmup(device="meta"), "device"),
+    (lambda: lz.warmup(shapes=(1, 2, 4, 8)), "shapes"),  # type: ignore[arg-type]
+    (lambda: lz.warmup(layout="BSD"), "layout"),  # type: ignore[arg-type]
+    (lambda: lz.tune("norm.rms", dtype="float32"), "dtype"),  # type: ignore[arg-type]
+    (lambda: lz.tune("norm.rms", dtype=torch.int64), "dtype"),
+    (lambda: lz.tune("norm.rms", sizes=[3]), "sizes"),  # type: ignore[arg-type]
+    (lambda: lz.tune("norm.rms", sizes={3: 4}), "sizes"),  # type: ignore[dict-item]
+    (lambda: lz.tune(head_dim="wide"), "head_dim"),  # type: ignore[arg-type]
+    (lambda: lz.tune(samples=1.5), "samples"),  # type: ignore[arg-type]
+    (lambda: lz.tune(budget_s="long"), "budget_s"),  # type: ignore[arg-type]
+    (lambda: lz.tune(on_progress=3), "on_progress"),  # type: ignore[arg-type]
+    (lambda: lz.tune(training="yes"), "training"),  # type: ignore[arg-type]
+    (lambda: lz.tune(mask=3), "mask"),  # type: ignore[arg-type]
+    (lambda: _solve(model=3), "model"),
+    (lambda: _solve(shape_buckets=[2]), "shape_buckets"),
+    (lambda: _solve(shape_buckets={"batch": 2}), "batch"),
+    (lambda: _solve(dims=0), "dims"),
+    (lambda: _solve(dims={"batch": "first"}), "dims"),
+    (lambda: _solve(inputs=3), "inputs"),
+    (lambda: _solve(inputs=lambda bucket: torch.ones(2, 2)), "inputs"),
+    (lambda: _solve(options=3, inputs=lambda bucket: ([], {})), "options"),
+    (lambda: _solve(budget_s="long"), "budget_s"),
+    (lambda: _serve(model=3), "model"),
+    (lambda: _serve(mode=3), "mode"),
+    (lambda: _serve(options=3), "options"),
+    (lambda: _serve(queued="many"), "queued"),
+    (lambda: _serve(most=None), "most"),
+    (lambda: _serve(calls=3), "calls"),
+    (lambda: _serve(calls=[torch.ones(2)]), "calls"),
+    (lambda: _serve(padding=8), "padding"),
+    (lambda: _serve(padding=lz.Padding(0, 8)), "padding"),  # type: ignore[arg-type]
+    (lambda: _serve(padding=lz.Padding(0, ["a"])), "padding"),  # type: ignore[list-item]
+    (lambda: _serve(padding=lz.Padding(0, [8], 3)), "padding"),  # type: ignore[arg-type]
+]
+
+
+@pytest.mark.parametrize(("call", "name"), WRONG)
+def test_an_argument_of_another_kind_is_named(call: Callable[[], Any], name: str) -> None:
+    with pytest.raises(lz.LayerZeroError, match=f"(expected|configuring|reading|warming up|listing).*{name}"):
+        call()
+
+
+def test_the_level_of_a_log_changes_nothing_where_it_is_wrong() -> None:
+    lz.log_as_json(level="ERROR")
+    before = logging.getLogger("lz_compile").handlers[:]
+    try:
+        with pytest.raises(lz.ArgumentError, match="expected level"):
+            lz.log_as_json(level=set())  # type: ignore[arg-type]
+        assert logging.getLogger("lz_compile").handlers == before
+    finally:
+        for each in before:
+            logging.getLogger("lz_compile").removeHandler(each)
+
+
+def test_what_provides_no_tracer_is_refused() -> None:
+    pytest.importorskip("opentelemetry")
+    for name in ("tracer_provider", "meter_provider"):
+        with pytest.raises(lz.ArgumentError, match=f"expected {name} of OpenTelemetry"):
+            lz.instrument(**{name: object()})
+
+
+@pytest.mark.parametrize("argument", ["is_traceable", "check"])
+def test_what_is_registered_is_told_by_its_kind(argument: str) -> None:
+    given = {"operation": "norm.rms", "kernel_id": "mine.norm", "platform": "cpu", "supported_dtypes": ["float32"]}
+    with pytest.raises(lz.RegistrationError, match=f"expected {argument} as"):
+        lz.register_kernel(**{**given, argument: torch.ones(2)})

@@ -16,6 +16,8 @@ import torch
 from torch.autograd import forward_ad
 
 from lz_compile.errors import ArgumentError
+from lz_compile.ground.hardware import default_device
+from lz_compile.ground.reasons import first_line
 from lz_compile.ground.sizes import is_one
 
 #: What the elements of an operand are: floating-point numbers of 16 bits or more (``inexact``: or complex ones; ``stored``:
@@ -187,10 +189,32 @@ class Arguments:
             hint = nearest(value, valid) if isinstance(value, str) else ""
             raise self.wrong(name, f"as one of {', '.join(valid)}", f"{value!r}{hint}")
 
-    def flag(self, name: str, value: Any) -> None:
+    def flag(self, name: str, value: Any, *, optional: bool = False) -> None:
         """True or False."""
-        if not isinstance(value, (bool, int)):
-            raise self.wrong(name, "as True or False", _named(value))
+        self.instance(name, value, (bool, int), "as True or False", optional=optional)
+
+    def instance(self, name: str, value: Any, kind: Any, expected: str, *, optional: bool = False) -> None:
+        """A value of a type, or of one of several."""
+        if not isinstance(value, kind) and not (value is None and optional):
+            raise self.wrong(name, expected, _named(value))
+
+    def floating_dtype(self, name: str, value: Any) -> None:
+        """The dtype of floating-point numbers, 16 bits or more."""
+        if not isinstance(value, torch.dtype) or not _is_of("floating", value):
+            raise self.wrong(name, f"as a dtype {_WORDS['floating'][0]}", _named(value))
+
+    def device(self, name: str, value: Any) -> torch.device:
+        """A device that is there and holds numbers; by default the accelerator, or the CPU."""
+        if value is None:
+            return default_device()
+        try:
+            found = torch.device(value)
+            torch.empty(0, device=found)
+        except (RuntimeError, TypeError, ValueError, AssertionError) as error:  # what torch raises
+            raise self.wrong(name, "as a device that is there", f"{_named(value)} ({first_line(error)})") from error
+        if found.type == "meta":
+            raise self.wrong(name, "as a device that holds numbers", found)
+        return found
 
 
 def remembered(check: Callable[..., None]) -> Callable[..., None]:

@@ -94,7 +94,7 @@ def read(function: str, operation: str, tensors: Sequence[Any], named: Mapping[s
 
 def check_operation(doing: str, operation: object) -> None:
     """Refuse what is no operation."""
-    if operation not in contexts.operations():
+    if not isinstance(operation, str) or operation not in contexts.operations():
         raise UnknownOperationError(doing, operation, contexts.operations())
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 
+from lz_compile.api.arguments import Arguments
 from lz_compile.api.given import check_operation
 from lz_compile.errors import ArgumentError, nearest
 from lz_compile.lowering import ops
@@ -47,9 +48,13 @@ def grid(function: str, operation: str, dtypes: Sequence[torch.dtype], sizes: Si
 
     Raises:
         UnknownOperationError: there is no such operation.
-        ArgumentError: it has no such size, or a size is below 1.
+        ArgumentError: it has no such size, a size is no whole number above 0, or a dtype is none of numbers.
     """
     check_operation("tuning" if function == "tune" else "warming up", operation)
+    arguments = Arguments(function)
+    for dtype in dtypes:
+        arguments.floating_dtype("dtype", dtype)
+    arguments.instance("sizes", sizes, Mapping, "as one or several numbers by name, {'seq_len_q': (128, 512)}")
     op = operation.partition(".")[0]
     module, names = ops.module(op), contexts.dim_names(op)
     for name, size in sizes.items():
@@ -58,8 +63,14 @@ def grid(function: str, operation: str, dtypes: Sequence[torch.dtype], sizes: Si
             raise ArgumentError(
                 function, "sizes", f"by the names that {op} has, {known}", f"'{name}'{nearest(name, names)}"
             )
-        if any(each < 1 for each in _several(size)):
-            raise ArgumentError(function, name, "of 1 and more", size)
+        if (
+            isinstance(size, (str, bytes, torch.Tensor))
+            or not isinstance(size, (int, Iterable))
+            or not (several := _several(size))
+        ):
+            raise arguments.wrong(name, "as a whole number or several", repr(size))
+        for each in several:
+            arguments.number(name, each, 1, whole=True)
     chosen = {**module.TYPICAL_SIZES, **{name: _several(size) for name, size in sizes.items()}}
     follow: Mapping[str, str] = getattr(module, "SIZES_FOLLOW", {})
 

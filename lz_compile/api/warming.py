@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from lz_compile.api import eager
+from lz_compile.api.arguments import Arguments
 from lz_compile.api.attention import Layout, attention
 from lz_compile.api.given import check_operation
 from lz_compile.api.sampled import SizedProblem, Sizes, grid
 from lz_compile.errors import ArgumentError
-from lz_compile.ground.hardware import default_device
 from lz_compile.ground.isolation import isolated
 from lz_compile.lowering import ops
 from lz_compile.runtime.choose.problem import Problem
@@ -51,11 +51,21 @@ def warmup(
         ArgumentError: there is no such size, or shapes are given for another op than attention.
     """
     check_operation("warming up", operation)
-    where = torch.device(device) if device is not None else default_device()
+    arguments = Arguments("warmup")
+    where = arguments.device("device", device)
+    arguments.floating_dtype("dtype", dtype)
+    arguments.one_of("layout", layout, get_args(Layout))
+    if not isinstance(shapes, Sequence):
+        raise arguments.wrong("shapes", "as several of four sizes, [(1, 8, 128, 64)]", repr(shapes))
     is_attention = operation.partition(".")[0] == "attention"
-    if (shapes or layout != "BHSD") and not is_attention:
+    if (len(shapes) or layout != "BHSD") and not is_attention:
         names = ", ".join(contexts.dim_names(operation.partition(".")[0]))
         raise ArgumentError("warmup", "shapes and layout", "for attention only", operation, f"Give sizes, by {names}")
+    for shape in shapes:
+        if not isinstance(shape, Sequence) or len(shape) != 4:
+            raise arguments.wrong("shapes", "as several of four sizes, [(1, 8, 128, 64)]", repr(shape))
+        for size in shape:
+            arguments.number("shapes", size, 0, whole=True)
     with torch.no_grad(), isolated():
         variants = [True, False] if operation == "attention" else [operation == "attention.causal"]
         for shape, causal in itertools.product(shapes, variants):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -95,6 +96,20 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
 }
 
 
+def named_options(options: object) -> Mapping[str, Any]:
+    """What is given as options, by name; None for none.
+
+    Raises:
+        OptionError: it is no mapping from names.
+    """
+    if options is None:
+        return {}
+    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
+        expected = "expected a mapping from names to values, as {'layerzero.strict': True}"
+        raise OptionError(f"reading options: {expected}, received {type(options).__name__} {options!r}")
+    return options
+
+
 def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[Options, dict[str, Any]]:
     """Our options, and the rest for Inductor (which checks its own).
 
@@ -105,8 +120,11 @@ def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[O
     Raises:
         OptionError: an unknown ``layerzero.*`` name, or a value of the wrong type.
     """
-    rest = {name: value for name, value in (options or {}).items() if not name.startswith(PREFIX)}
-    ours = {name.removeprefix(PREFIX): value for name, value in (options or {}).items() if name.startswith(PREFIX)}
+    options = named_options(options)
+    if not isinstance(mode, (str, NoneType)):
+        raise OptionError(f"reading options: expected mode as text, received {type(mode).__name__} {mode!r}")
+    rest = {name: value for name, value in options.items() if not name.startswith(PREFIX)}
+    ours = {name.removeprefix(PREFIX): value for name, value in options.items() if name.startswith(PREFIX)}
     valid = [field_.name for field_ in fields(Options)]
     for name, value in ours.items():
         if name not in valid:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from lz_compile.ground.sizes import Size, SymbolicSize, as_size, range_of, symbo
 from lz_compile.ground.store import Store
 from lz_compile.lowering import configured, inductor
 from lz_compile.passes.formula.axes import atoms, axes_of
+from lz_compile.passes.graph.modes import ambient_context
 from lz_compile.passes.graph.view import tensor_of, value_of
 from lz_compile.passes.proof.cases import Case, inputs_of
 from lz_compile.passes.proof.resize import resized, whole
@@ -78,7 +80,14 @@ def left_as(match: Match) -> str | None:
 
 def _is_fused(match: Match, source: Subgraph, sizes: Sizes) -> bool:
     inputs, device = inputs_of(match, sizes, Case("plain")), torch.device(match.facts.device)
-    return inductor.fuses_attention(source.run, inputs, device, match.facts.needs_grad)
+
+    def run(*values: Any) -> Any:
+        with ExitStack() as stack:
+            for manager in ambient_context(match.ambient):
+                stack.enter_context(manager)
+            return source.run(*values)
+
+    return inductor.fuses_attention(run, inputs, device, match.facts.needs_grad)
 
 
 def _is_last_dim_contiguous(match: Match) -> bool:

@@ -15,6 +15,7 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import frames
 from lz_compile.passes.editing.edit import Edit, RefutedError, Rewrite, apply_places
 from lz_compile.passes.editing.merge import merge_met
+from lz_compile.passes.formula.equal_values import numbers
 from lz_compile.passes.graph.effects import RESHAPERS, Effects
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, reshaped
@@ -135,6 +136,7 @@ def recognise(state: State) -> None:
     with _deep_recursion():
         while not is_read:
             effects = Effects(graph, may_keep=state.options.keep_weights)
+            effects.numbers = numbers(effects)
             results = [(op, found) for op, read in recognisers().items() for found in _all_of(op, read, graph, effects)]
             is_read = not effects.met or not state.change(_merged(graph, effects))
         for op, found in results:

@@ -8,6 +8,7 @@ import sys
 from datetime import datetime, timezone
 from typing import Any, TextIO
 
+from lz_compile.errors import ArgumentError
 from lz_compile.ground.events import logger
 
 #: Where fields of a record are kept by whoever logs.
@@ -46,12 +47,21 @@ def log_as_json(stream: TextIO | None = None, level: int | str = logging.INFO) -
     Args:
         stream: by default the error stream.
         level: the least; at ``INFO`` every selection is told, at ``WARNING`` what went wrong.
+
+    Raises:
+        ArgumentError: nothing can be written to the stream, or there is no such level.
     """
-    for known in [each for each in logger.handlers if isinstance(each, _Handler)]:
-        logger.removeHandler(known)
+    if stream is not None and not callable(getattr(stream, "write", None)):
+        raise ArgumentError("log_as_json", "stream", "as a file to write text to", repr(stream))
     handler = _Handler(sys.stderr if stream is None else stream)
     handler.setFormatter(JsonFormatter())
-    handler.setLevel(level)
+    try:
+        handler.setLevel(level)
+    except (TypeError, ValueError) as error:  # what logging raises
+        expected = "as a number or a name of logging, such as INFO or WARNING"
+        raise ArgumentError("log_as_json", "level", expected, repr(level)) from error
+    for known in [each for each in logger.handlers if isinstance(each, _Handler)]:
+        logger.removeHandler(known)
     logger.addHandler(handler)
     if logger.getEffectiveLevel() > handler.level:
         logger.setLevel(handler.level)

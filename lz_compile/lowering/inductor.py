@@ -33,7 +33,12 @@ from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.lowering.configured import configuration
 from lz_compile.lowering.cpp_builds import element_by_element, kernels_joined, know_instructions
 from lz_compile.lowering.frames import RESTARTS, allow_counters, apart
-from lz_compile.lowering.overwritten_inputs import copy_what_is_overwritten, hand_over_copies, keep_what_was
+from lz_compile.lowering.overwritten_inputs import (
+    copy_what_is_overwritten,
+    hand_over_copies,
+    keep_results_apart,
+    keep_what_was,
+)
 from lz_compile.lowering.regions import has_regions, untangle, writing_to_no_operand
 from lz_compile.lowering.scaled_products import spell_out_factors
 
@@ -80,7 +85,7 @@ def compile_graph(
     patches = {**config, **_around("post_grad_custom_pre_pass", _mend, config, f"{cache_key}{rounds_alike}")}
     patches |= _ROUNDED_ALIKE if rounds_alike else {}
     patches |= _around("joint_custom_pre_pass", copy_what_is_overwritten, config, cache_key)
-    patches |= _around("joint_custom_post_pass", keep_what_was, config, cache_key)
+    patches |= _around("joint_custom_post_pass", _keep, config, cache_key)
     folded = ExitStack()
     if has_regions(module):
         patches |= _around("post_grad_custom_post_pass", untangle, config, cache_key)
@@ -291,6 +296,12 @@ def _mend(graph: fx.Graph) -> None:
     """What Inductor's passes over a forward or a backward would make wrong values of."""
     hand_over_copies(graph)
     spell_out_factors(graph)
+
+
+def _keep(graph: fx.Graph) -> None:
+    """What its passes over a whole graph have put into one memory."""
+    keep_results_apart(graph)
+    keep_what_was(graph)
 
 
 def _around(

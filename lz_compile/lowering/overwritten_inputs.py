@@ -1,4 +1,4 @@
-"""Inputs that a graph overwrites, as states in buffers: what reads them sees what was there before."""
+"""Inputs that a graph overwrites, as states in buffers: what reads them sees what was there before; results lie apart."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from lz_compile.lowering.regions import behind_views
 
 _ATEN = torch.ops.aten
 _COPY = _ATEN.copy_.default
+_OVERWRITES = torch.ops.higher_order.auto_functionalized_v2
 #: What Inductor drops where the result lies as the operand of that number does, and has its shape and dtype.
 _CLONES = {
     **dict.fromkeys((_ATEN.clone.default, _ATEN.repeat.default, _ATEN.constant_pad_nd.default), 0),
+    _ATEN.pow.Tensor_Scalar: 0,
     torch.ops.prims.convert_element_type.default: 0,
     _ATEN.copy.default: 1,
 }
+#: Where a graph notes what its results lie in.
+_ORIGINS = "layerzero_origins"
 #: What Inductor may let write to its first operand.
 _WRITES = (
     *(_ATEN.index_put.default, _ATEN._unsafe_index_put.default, _ATEN.slice_scatter.default),
@@ -35,6 +39,7 @@ def copy_what_is_overwritten(graph: fx.Graph) -> None:
     - what one input hands another when it was overwritten itself: two that change places;
     - what an input becomes as a view of numbers that are computed of it: ``x.copy_(x.roll(1))``;
     - results that are an overwritten input: ``x[places] = 1; return x.clone()``; and what a backward pass reads later.
+    - what an operator of the program reads beside what it overwrites: ``overwrite(x, x.clone())``.
 
     To be called ahead of Inductor's own passes. Nothing is copied that the program did not clone, but values of writes.
     """
@@ -48,9 +53,10 @@ def copy_what_is_overwritten(graph: fx.Graph) -> None:
         if memory[value] in overwritten or _is_computed_view(value):
             _copy(value, call)
         overwritten.add(into)
-    for call in [node for node in memory if node.target in _WRITES]:
-        for value in [node for node in call.all_input_nodes if node is not call.args[0]]:
-            if memory[value] is memory[call] and _is_cloned(value, call):
+    for call in [node for node in memory if node.target in (*_WRITES, _OVERWRITES)]:
+        bases = cast("Any", call.kwargs["_all_bases"] if call.target is _OVERWRITES else call.args[:1])
+        for value in [node for node in call.all_input_nodes if node not in bases]:
+            if any(memory[value] is memory[into] and _is_cloned(value, into) for into in bases):
                 _copy(value, call)
     results = graph.output_node()
     for result in results.all_input_nodes:
@@ -60,6 +66,7 @@ def copy_what_is_overwritten(graph: fx.Graph) -> None:
                 _copy(clone, *clone.users)
             elif result.target in _WRITES:
                 _copy(result, results)
+    results.meta[_ORIGINS] = _origins(results)
 
 
 def _is_computed_view(value: Any) -> bool:
@@ -79,15 +86,15 @@ def _before(node: Any) -> fx.Node:
 
 
 def _is_clone(node: fx.Node) -> bool:
-    if node.target not in _CLONES:
+    if node.target not in _CLONES or (node.target is _ATEN.pow.Tensor_Scalar and node.args[1] != 1):
         return False
     values = [each.meta.get("val") for each in (node, cast("fx.Node", node.args[_CLONES[node.target]]))]
     return len({repr((each.shape, each.dtype)) for each in values if isinstance(each, torch.Tensor)}) < 2
 
 
-def _is_cloned(value: fx.Node, call: fx.Node) -> bool:
+def _is_cloned(value: fx.Node, into: fx.Node) -> bool:
     """Whether a program has copied a value of what it is written to; else eager PyTorch reads what it overwrites, too."""
-    apart = {*_history(value)} - {*_history(call)}
+    apart = {*_history(value)} - {*_history(into)}
     return any(_is_clone(each) and each.target is not _ATEN.copy.default for each in apart)
 
 
@@ -155,6 +162,34 @@ def keep_what_was(graph: fx.Graph) -> None:
         kept.meta["val"] = node.meta["val"].clone()
         for user in readers:
             user.replace_input_with(node, kept)
+
+
+def keep_results_apart(graph: fx.Graph) -> None:
+    """Give results memory of their own again that Inductor (2.13) has made an input or another result of.
+
+    It adds no zeros and multiplies by no ones, but what is written to ``x + torch.zeros_like(x)`` is not written to ``x``. To
+    be called behind its passes, on a graph of which :func:`copy_what_is_overwritten` has noted where results lie.
+    """
+    results = graph.output_node()
+    origins, before, first = _origins(results), results.meta.pop(_ORIGINS, []), dict[Any, Any]()
+    if len(origins) != len(before):
+        return
+    kept: list[Any] = list(cast("Any", results.args[0]))
+    for place, (was, now) in enumerate(zip(before, origins, strict=True)):
+        is_given = now is not None and now.op == "placeholder" and not now.name.startswith("tangents")
+        if first.setdefault(now, was) is not was or (is_given and now is not was):
+            with graph.inserting_before(results):
+                copy = graph.call_function(_ATEN.clone.default, (kept[place],))
+            copy.meta = {**kept[place].meta, "val": kept[place].meta["val"].clone()}
+            kept[place] = copy
+    results.args = (kept, *results.args[1:])
+
+
+def _origins(results: fx.Node) -> list[fx.Node | None]:
+    """What each result is or is a view of; None for what is no tensor."""
+    listed = results.args[0] if isinstance(results.args[0], (list, tuple)) else ()
+    tensors = [isinstance(each, fx.Node) and isinstance(each.meta.get("val"), torch.Tensor) for each in listed]
+    return [behind_views(each)[0] if is_tensor else None for each, is_tensor in zip(listed, tensors, strict=True)]
 
 
 def _leading_to(calls: Iterable[fx.Node]) -> set[fx.Node]:

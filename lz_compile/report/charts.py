@@ -56,6 +56,16 @@ class Panel:
         ]
 
 
+def check_ending(path: Path, function: str) -> None:
+    """Refuse a path that no chart can be written to, before what is drawn is measured.
+
+    Raises:
+        ArgumentError: it ends in something else.
+    """
+    if path.suffix not in _ENDINGS:
+        raise ArgumentError(function, "a chart", f"ending in {', '.join(_ENDINGS)}", str(path))
+
+
 @contextmanager
 def figure(path: Path, function: str, description: str = "", **options: Any) -> Iterator[Any]:
     """A figure of matplotlib that is saved at the end, as SVG in equal bytes for equal drawings.
@@ -63,8 +73,7 @@ def figure(path: Path, function: str, description: str = "", **options: Any) -> 
     Raises:
         ArgumentError: the path ends in nothing that can be drawn, or matplotlib is not installed.
     """
-    if path.suffix not in _ENDINGS:
-        raise ArgumentError(function, "a chart", f"ending in {', '.join(_ENDINGS)}", str(path))
+    check_ending(path, function)
     try:
         import matplotlib as mpl
         from matplotlib.backends.backend_agg import FigureCanvasAgg

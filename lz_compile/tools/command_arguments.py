@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from typing import Any
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -101,11 +102,11 @@ def _add_tensors(command: argparse.ArgumentParser) -> None:
     """What describes operands and attributes."""
     tensors = command.add_argument_group("operands")
     tensors.add_argument(
-        "--shape", type=_shape, action="append", default=[], metavar="[NAME=]SHAPE",
+        "--shape", type=_shape, action=_Once, default=[], metavar="[NAME=]SHAPE",
         help="of an operand, as input=64,128, once for each; without a name of the first one",
     )  # fmt: skip
     tensors.add_argument(
-        "--set", type=_pair, action="append", default=[], metavar="NAME=VALUE", help="an attribute, as eps=1e-5"
+        "--set", type=_pair, action=_Once, default=[], metavar="NAME=VALUE", help="an attribute, as eps=1e-5"
     )
     tensors.add_argument("--dtype", choices=DTYPES, default="float32")
     tensors.add_argument("--device", help="cpu, cuda, cuda:1, ...; by default the accelerator, or the CPU")
@@ -123,7 +124,7 @@ def _add_tuning(command: argparse.ArgumentParser) -> None:
     _add_operation(command)
     command.set_defaults(causal=False)
     command.add_argument(
-        "--sizes", type=_buckets, action="append", default=[], metavar="NAME=SIZES",
+        "--sizes", type=_buckets, action=_Once, default=[], metavar="NAME=SIZES",
         help="of the operation, as num_rows=512,4096; may be given several times",
     )  # fmt: skip
     command.add_argument("--dtype", type=_dtypes, default=["float32"], help="one or more, as float32,bfloat16")
@@ -145,11 +146,11 @@ def _add_tuning(command: argparse.ArgumentParser) -> None:
 def _add_solving(command: argparse.ArgumentParser) -> None:
     command.add_argument("subject", help="module:callable that returns (model, inputs)")
     command.add_argument(
-        "--shape-buckets", type=_buckets, action="append", required=True, metavar="NAME=SIZES",
+        "--shape-buckets", type=_buckets, action=_Once, required=True, metavar="NAME=SIZES",
         help="as seq_len=128,512,2048; may be given several times",
     )  # fmt: skip
     command.add_argument(
-        "--dims", type=_position, action="append", default=[], metavar="NAME=POSITION",
+        "--dims", type=_position, action=_Once, default=[], metavar="NAME=POSITION",
         help="where a bucketed dimension is in the inputs, as seq_len=1; may be given several times",
     )  # fmt: skip
     command.add_argument("--output", metavar="FILE", help="write the table there")
@@ -157,6 +158,19 @@ def _add_solving(command: argparse.ArgumentParser) -> None:
     command.add_argument("--tune", choices=("on-miss", "off"), default="on-miss", help="measure what was not measured")
     command.add_argument("--budget", type=float, metavar="SECONDS", help="measure no more after that")
     command.add_argument("--compile-jit", action="store_true", help="compile with Inductor as well")
+
+
+class _Once(argparse.Action):
+    """Adds a name with what it stands for to those before it; a name that stands twice is an error."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, _: Any = None
+    ) -> None:
+        """One more."""
+        before = getattr(namespace, self.dest) or []
+        if values[0] in [name for name, _ in before]:
+            raise argparse.ArgumentError(self, f"expected {values[0] or 'one'} once, received it again")
+        setattr(namespace, self.dest, [*before, values])
 
 
 def _number(text: str) -> int:

@@ -6,7 +6,6 @@ are one line on the error stream; with ``LAYERZERO_DEBUG=1`` they keep their tra
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from lz_compile.errors import CommandError, LayerZeroError
 from lz_compile.tools.command_arguments import parser
+from lz_compile.tools.command_models import ModelError, model_of
 from lz_compile.tools.progress import bar
 
 if TYPE_CHECKING:
@@ -30,10 +30,6 @@ SCHEMA_VERSION = "1.0"
 OK, NOT_OK, USAGE, INTERRUPTED = 0, 1, 2, 130
 #: Columns where the output is no terminal.
 WIDTH = 100
-
-
-class ModelError(Exception):
-    """The model that was given fails by itself."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -128,15 +124,15 @@ def _dry_run(arguments: argparse.Namespace) -> int:
 
 
 def _about_model(arguments: argparse.Namespace, ask: Callable[..., Any]) -> int:
-    model, inputs, keywords = _model(arguments.subject)
+    if arguments.since is not None and arguments.html is None:
+        raise CommandError("--since: expected --html FILE with it, the page that tells what changed")
+    model, inputs, keywords = model_of(arguments.subject)
     try:
         report = ask(model, *inputs, dynamic=arguments.dynamic or None, print_report=False, **keywords)
     except LayerZeroError:
         raise
     except Exception as error:
         raise ModelError(f"running {arguments.subject}: {type(error).__name__}: {error}") from error
-    if arguments.since is not None and arguments.html is None:
-        raise CommandError("--since: expected --html FILE with it, the page that tells what changed")
     if arguments.html is not None:
         report.save(arguments.html, since=arguments.since)
         sys.stderr.write(f"written to {arguments.html}\n")
@@ -210,6 +206,7 @@ def _tune(arguments: argparse.Namespace) -> int:
 
     from lz_compile.report.render import tuned
 
+    _check_chart(arguments)
     done = [0, 0]
     try:
         report = _tuned(arguments, done)
@@ -278,8 +275,9 @@ def _interruptible() -> Iterator[Callable[[], None]]:
 def _solve(arguments: argparse.Namespace) -> int:
     from lz_compile.tools.solving import solve
 
+    _check_chart(arguments)
     buckets = dict(arguments.shape_buckets)
-    model, inputs, keywords = _model(arguments.subject)
+    model, inputs, keywords = model_of(arguments.subject)
     options = {"tune": arguments.tune, "budget_s": arguments.budget, "compile_jit": arguments.compile_jit}
     table = solve(model, *inputs, shape_buckets=buckets, dims=dict(arguments.dims) or None, **options, **keywords)
     if arguments.output is not None:
@@ -290,6 +288,15 @@ def _solve(arguments: argparse.Namespace) -> int:
     kernels = sorted({op.kernel_id for plan in table.plans for op in plan.ops}) or ["none"]
     _show(arguments, table.to_dict(), f"{len(table.plans)} plans with kernels {', '.join(kernels)}{where}")
     return OK
+
+
+def _check_chart(arguments: argparse.Namespace) -> None:
+    if arguments.chart is not None:
+        from pathlib import Path
+
+        from lz_compile.report import charts
+
+        charts.check_ending(Path(arguments.chart), arguments.command)
 
 
 def _draw_solved(path: str, table: DispatchTable) -> None:
@@ -352,20 +359,6 @@ def _usage() -> Iterator[None]:
         raise
     except ValueError as error:
         raise CommandError(str(error)) from error
-
-
-def _model(subject: str) -> tuple[Callable[..., Any], Sequence[Any], dict[str, Any]]:
-    """What ``module:callable`` gives: a model with its inputs, and keyword inputs where it gives three things."""
-    module, _, name = subject.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise CommandError(f"{subject}: expected module:callable that can be imported, received {error}") from error
-    made = factory()
-    if not isinstance(made, tuple) or len(made) not in (2, 3) or not callable(made[0]):
-        raise CommandError(f"{subject}: expected it to return (model, inputs) or (model, inputs, keyword inputs)")
-    model, inputs, keywords = (*made, {}) if len(made) == 2 else made
-    return model, inputs if isinstance(inputs, (tuple, list)) else (inputs,), keywords
 
 
 # ---- telling ---------------------------------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from lz_compile.api.arguments import Arguments
 from lz_compile.api.given import read
 from lz_compile.compile import pipeline
 from lz_compile.compile.compiler import process
-from lz_compile.compile.options import Options, split
+from lz_compile.compile.options import Options, named_options, split
 from lz_compile.errors import LayerZeroError
 from lz_compile.ground import events
 from lz_compile.ground.events import Event
@@ -181,14 +182,15 @@ def explain(
 
     Raises:
         UnknownOperationError: there is no such operation.
-        ArgumentError: of an operation, an operand or attribute does not fit.
+        ArgumentError: of an operation, an operand or attribute does not fit; ``model`` or ``dynamic`` is of another kind.
         OptionError: of a model, an option is unknown or has a wrong value.
     """
     report: Report | SelectionReport
     if isinstance(model, str):
         report = _ask("explain", model, args, kwargs)
     else:
-        ours, _ = split({"layerzero.tune": "off", **(options or {})})
+        _check_model("explain", model, dynamic, "as a module, a function or the name of an operation")
+        ours, _ = split({"layerzero.tune": "off", **named_options(options)})
 
         def take(module: fx.GraphModule, inputs: Sequence[Any], watch: Watch) -> Callable[..., Any]:
             return process(module, inputs, ours, lambda graph, _, report: watch(graph.forward, report))
@@ -197,6 +199,12 @@ def explain(
     if print_report:
         rich.print(report.in_full() if verbose and isinstance(report, Report) else report)
     return report
+
+
+def _check_model(function: str, model: object, dynamic: object, expected: str) -> None:
+    arguments = Arguments(function)
+    arguments.instance("model", None if isinstance(model, type) else model, Callable, expected)
+    arguments.instance("dynamic", dynamic, bool, "as True, False or None", optional=True)
 
 
 #: What compiles a graph, by a function that notes its report and gives what runs it.
@@ -249,8 +257,10 @@ def dry_run(
         the reports of the model's graphs.
 
     Raises:
+        ArgumentError: ``model`` or ``dynamic`` is of another kind.
         OptionError: an option is unknown or has a wrong value.
     """
+    _check_model("dry_run", model, dynamic, "as a module or a function")
     ours, _ = split(options)
     reason: Exception | None = None
     try:

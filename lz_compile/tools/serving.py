@@ -16,13 +16,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from lz_compile.api.arguments import Arguments
 from lz_compile.compile.options import split
 from lz_compile.compile.verification import difference, pairs
 from lz_compile.errors import ArgumentError
 from lz_compile.ground import events
 from lz_compile.ground.records import Record
 from lz_compile.tools.progress import bar
-from lz_compile.tools.serving_calls import Call, Modes, name_of, signature_of, untold
+from lz_compile.tools.serving_calls import Call, Modes, is_call, name_of, signature_of, untold
 from lz_compile.tools.serving_thread import Compiler, Job, Shape, apart
 
 #: How often one shape is compiled, since its guards did not hold; as Dynamo's own limit is.
@@ -44,6 +45,20 @@ class Padding:
     dim: int
     sizes: Sequence[int]
     values: Mapping[str | int, float] = field(default_factory=dict)
+
+    def check(self, arguments: Arguments) -> None:
+        """Refuse what is no padding: sizes that do not grow, values that are no numbers."""
+        arguments.number("padding.dim", self.dim, whole=True)
+        if not isinstance(self.sizes, Sequence) or not self.sizes:
+            raise arguments.wrong("padding", "with sizes that grow", repr(self.sizes))
+        for size in self.sizes:
+            arguments.number("padding.sizes", size, 1, whole=True)
+        if list(self.sizes) != sorted(set(self.sizes)):
+            raise arguments.wrong("padding", "with sizes that grow", tuple(self.sizes))
+        arguments.instance("padding.values", self.values, Mapping, "as a number for each argument")
+        for name, value in self.values.items():
+            arguments.instance("padding.values", name, (str, int), "by names or positions of arguments")
+            arguments.instance(f"padding.values[{name!r}]", value, (int, float), "as a number")
 
     def length_of(self, leaves: Iterable[Any]) -> int | None:
         """The size that is padded, of the first tensor that has the dimension."""
@@ -138,21 +153,30 @@ def serve(
 
     Raises:
         OptionError: an option is unknown or has a wrong value.
-        ArgumentError: ``queued`` or ``most`` is less than one, or ``padding`` has sizes that do not grow, or a value for an
-            argument that the model does not have.
+        ArgumentError: ``queued`` or ``most`` is less than one, ``padding`` has sizes that do not grow, or a value for an
+            argument that the model does not have; or an argument is of another kind.
     """
-    split(dict(options) if options else None, mode)
-    for name, value in (("queued", queued), ("most", most)):
-        if value < 1:
-            raise ArgumentError("serve", name, "to be one or more", value)
-    if padding is not None and (not padding.sizes or list(padding.sizes) != sorted(set(padding.sizes))):
-        raise ArgumentError("serve", "padding", "with sizes that grow", tuple(padding.sizes))
+    split(options, mode)
+    arguments = Arguments("serve")
+    arguments.instance("model", model, Callable, "as a module or a function")
+    arguments.number("queued", queued, 1, whole=True)
+    arguments.number("most", most, 1, whole=True)
+    arguments.instance("padding", padding, Padding, "as lz.Padding(dim, sizes)", optional=True)
+    if padding is not None:
+        padding.check(arguments)
+    arguments.instance(
+        "calls", None if isinstance(calls, torch.Tensor) else calls, Iterable, "as several (args, kwargs)"
+    )
+    calls = list(calls)
+    for each in calls:
+        if not is_call(each):
+            raise arguments.wrong("calls", "as several (args, kwargs)", repr(each)[:200], "A call is ([x], {})")
     names, is_any = _parameters(model)
     for given in () if padding is None or is_any else padding.values:
         if isinstance(given, str) and given not in names:
             raise ArgumentError("serve", "padding", f"with values for {', '.join(names)}", given)
     compiler = Compiler(model, mode, options, queued)
-    return Served(model, compiler, list(calls), padding, most)
+    return Served(model, compiler, calls, padding, most)
 
 
 def _parameters(model: Callable[..., Any]) -> tuple[list[str], bool]:

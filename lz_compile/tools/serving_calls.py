@@ -6,7 +6,7 @@ import enum
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -29,6 +29,12 @@ _PLAIN = (
     torch.memory_format,
     enum.Enum,
 )
+
+
+def is_call(value: Any) -> TypeGuard[Call]:
+    """Whether something is positional and keyword inputs."""
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    return is_pair and isinstance(value[0], (tuple, list)) and isinstance(value[1], Mapping)
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,9 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from lz_compile import __version__
+from lz_compile.api.arguments import Arguments
 from lz_compile.compile.compiler import Runner, inductor_runner, process
-from lz_compile.compile.options import Options, split
+from lz_compile.compile.options import Options, named_options, split
 from lz_compile.errors import LayerZeroError, SolveError, nearest
 from lz_compile.ground import machine
 from lz_compile.ground.files import path_given
@@ -29,6 +30,7 @@ from lz_compile.runtime.tables import loaded as loaded_tables
 from lz_compile.runtime.tables.dispatch_table import DispatchTable, KernelIdentity, Plan, PlannedOp
 from lz_compile.tools import decisions
 from lz_compile.tools.decisions import Bucket, Decided
+from lz_compile.tools.serving_calls import is_call
 
 #: Positional and keyword inputs of a model.
 Inputs: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
@@ -74,11 +76,13 @@ def solve(
         kwargs: the model's keyword inputs.
 
     Raises:
+        ArgumentError: an argument is of another kind.
         SolveError: the buckets, positions or examples do not fit each other, or the model does not run at some size.
         OptionError: ``tune`` or one of the options is not valid.
     """
+    _check_kinds(model, shape_buckets, dims, inputs, model_id, budget_s)
     made = _made(shape_buckets, (example_inputs, kwargs), dims, inputs)
-    ours, rest = split({"layerzero.tune": tune, **(options or {})})
+    ours, rest = split({"layerzero.tune": tune, **named_options(options)})
     start, device = time.perf_counter(), torch.device("cpu")
     solved: list[tuple[Bucket, tuple[PlannedOp, ...], tuple[str, ...]]] = []
     for bucket, given in made:
@@ -182,6 +186,9 @@ def _planned(
 
         return process(module, inputs, options, compiled)
 
+    if not is_call(given):
+        text = f"expected inputs to give (args, kwargs) for {_text(bucket)}, received {given!r:.200}"
+        raise SolveError(f"{text}. Return a list and a dict")
     args, kwargs = given
     try:
         with loaded_tables.set_aside(), frames.unlimited_recompiles():
@@ -221,6 +228,21 @@ def _tensors(given: Any) -> list[torch.Tensor]:
 # ---- inputs -------------------------------------------------------------------------------------------------------------
 
 
+def _check_kinds(
+    model: object, shape_buckets: object, dims: object, inputs: object, model_id: object, budget_s: object
+) -> None:
+    arguments = Arguments("solve")
+    arguments.instance("model", model, Callable, "as a module or a function")
+    arguments.instance("shape_buckets", shape_buckets, Mapping, "as sizes by name, {'seq_len': [128, 512]}")
+    arguments.instance("dims", dims, Mapping, "as positions by name, {'seq_len': 1}", optional=True)
+    for name, position in dims.items() if isinstance(dims, Mapping) else ():
+        arguments.instance("dims", name, str, "as positions by name, {'seq_len': 1}")
+        arguments.number(f"dims[{name!r}]", position, whole=True)
+    arguments.instance("inputs", inputs, Callable, "as a function of a bucket", optional=True)
+    arguments.instance("model_id", model_id, str, "as text", optional=True)
+    arguments.number("budget_s", budget_s, optional=True)
+
+
 def _made(
     shape_buckets: Mapping[str, Sequence[int]],
     examples: Inputs,
@@ -229,7 +251,8 @@ def _made(
 ) -> Iterator[tuple[Bucket, Inputs]]:
     """Every combination of buckets with the inputs of its size; what does not fit is found before the first."""
     for name, sizes in shape_buckets.items():
-        if not sizes or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
+        are_several = isinstance(sizes, Sequence) and bool(sizes)
+        if not are_several or any(isinstance(size, bool) or not isinstance(size, int) or size < 1 for size in sizes):
             raise SolveError(f"expected sizes of 1 or more for '{name}', received {sizes!r}. Correct shape_buckets")
     if not shape_buckets:
         raise SolveError("expected at least one bucket, received none. Give shape_buckets, as {'seq_len': [128, 512]}")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lz_compile import __version__
-from lz_compile.errors import IntegrationError
+from lz_compile.errors import ArgumentError, IntegrationError
 from lz_compile.ground import events, health, telemetry
 
 if TYPE_CHECKING:
@@ -36,18 +36,25 @@ def instrument(tracer_provider: TracerProvider | None = None, meter_provider: Me
 
     Raises:
         IntegrationError: ``opentelemetry-api`` is not installed.
+        ArgumentError: what is given provides no tracer, or no meter.
     """
     try:
         from opentelemetry import metrics, trace
     except ImportError as error:
         expected = "'s API (pip install 'lz-compile[otel]')"
         raise IntegrationError("opentelemetry", expected, error) from error
+    for name, provider, what in (
+        ("tracer_provider", tracer_provider, "tracer"),
+        ("meter_provider", meter_provider, "meter"),
+    ):
+        if provider is not None and not callable(getattr(provider, f"get_{what}", None)):
+            raise ArgumentError("instrument", name, f"of OpenTelemetry, which has get_{what}", repr(provider))
     telemetry.trace_with(trace.get_tracer("lz_compile", __version__, tracer_provider), _failed)
-    provider = metrics.get_meter_provider() if meter_provider is None else meter_provider
-    if id(provider) not in _observed:
-        _observed.add(id(provider))
-        _kept.append(provider)
-        _observe(provider.get_meter("lz_compile", __version__))
+    meters = metrics.get_meter_provider() if meter_provider is None else meter_provider
+    if id(meters) not in _observed:
+        _observed.add(id(meters))
+        _kept.append(meters)
+        _observe(meters.get_meter("lz_compile", __version__))
 
 
 def uninstrument() -> None:

@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from lz_compile.api.arguments import Arguments
 from lz_compile.api.given import check_operation
 from lz_compile.api.sampled import SizedProblem, Sizes, grid
 from lz_compile.compile.measuring import Measured, is_measured, measure_forms, runnable
 from lz_compile.errors import ArgumentError, nearest
-from lz_compile.ground.hardware import default_device
 from lz_compile.ground.isolation import isolated
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem import context as contexts
@@ -129,6 +129,10 @@ def tune(
     check_operation("tuning", operation)
     for name in unknown:
         raise _unknown(name, operation)
+    arguments = Arguments("tune")
+    arguments.instance(
+        "sizes", sizes, Mapping, "as one or several numbers by name, {'num_rows': (512, 4096)}", optional=True
+    )
     named = {
         "batch_size": batch_sizes,
         "seq_len_q": seq_lens,
@@ -138,11 +142,15 @@ def tune(
         "head_dim": head_dim,
     }
     given: dict[str, int | Sequence[int]] = {name: value for name, value in named.items() if value is not None}
-    dtypes = dtype if isinstance(dtype, Sequence) else (dtype,)
+    dtypes = list(dtype) if isinstance(dtype, Sequence) and not isinstance(dtype, str) else [dtype]
     problems = grid("tune", operation, dtypes, _sizes(operation, given, sizes or {}))
-    if samples is not None and samples < 1:
-        raise ArgumentError("tune", "samples", "of 1 and more", samples)
-    where = torch.device(device) if device is not None else default_device()
+    arguments.number("samples", samples, 1, whole=True, optional=True)
+    arguments.number("budget_s", budget_s, optional=True)
+    arguments.instance("on_progress", on_progress, Callable, "as a function", optional=True)
+    for name, value in (("training", training), ("resume", resume)):
+        arguments.flag(name, value)
+    where = arguments.device("device", device)
+    arguments.instance("mask", mask, str, f"as one of {', '.join(MASKS)}")
     details = {} if mask == "none" else {"mask": mask}
     if details and (not operation.startswith("attention") or mask not in MASKS):
         valid = f"as one of {', '.join(MASKS)}, for attention"

@@ -8,7 +8,6 @@ from __future__ import annotations
 from torch import fx
 
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.equal_values import numbers
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import memory_of
 from lz_compile.passes.rewriting.rewrite import erase_unread
@@ -16,7 +15,7 @@ from lz_compile.passes.rewriting.rewrite import erase_unread
 
 def merge_met(graph: fx.Graph, effects: Effects) -> int:
     """Make one of all equal values of those that were met, and of what is computed of them alike; how many are gone."""
-    number = numbers(effects)
+    number = effects.numbers
     wanted, firsts = {number[node] for node in effects.met}, dict[int, fx.Node]()
     merged, gone = set[fx.Node](), list[fx.Node]()
     for node in list(graph.nodes):

@@ -24,7 +24,6 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, distances, layout
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, broadcast_from, resolve
-from lz_compile.passes.formula.equal_values import numbers
 from lz_compile.passes.formula.expressions import (
     FLOORED,
     constant_value,
@@ -356,7 +355,7 @@ class Region:
 
     def _meet(self, node: fx.Node) -> None:
         """Note where another node of equal value was met before."""
-        number = numbers(self.effects).get(node)
+        number = self.effects.numbers.get(node)
         if number is not None and tensor_of(node) is not None and self._met.setdefault(number, node) is not node:
             self.effects.meet(node)
 

@@ -54,18 +54,16 @@ def is_torchs(target: Any) -> bool:
 
 
 def numbers(effects: Effects) -> Mapping[fx.Node, int]:
-    """Every node's number, which those have in common that hold equal values; they are counted once for a graph.
+    """Every node's number, which those have in common that hold equal values.
 
     Nothing that is overwritten anywhere, and nothing that is made of such, has another one's number.
     """
-    if effects.numbers is None:
-        found: dict[fx.Node, int] = {}
-        known: dict[Any, int] = {}
-        for node, call in effects.calls.items():
-            key = _key(effects, node, call, found)
-            found[node] = len(found) if key is None else known.setdefault(key, len(found))
-        effects.numbers = found
-    return effects.numbers
+    found: dict[fx.Node, int] = {}
+    known: dict[Any, int] = {}
+    for node, call in effects.calls.items():
+        key = _key(effects, node, call, found)
+        found[node] = len(found) if key is None else known.setdefault(key, len(found))
+    return found
 
 
 def _key(effects: Effects, node: fx.Node, call: Call | None, found: Mapping[fx.Node, int]) -> Any:

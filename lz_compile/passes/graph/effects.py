@@ -96,8 +96,8 @@ class Effects:
         self.reshapes = [m for m in self._mutations if _reshapes(self.calls[m.node])]
         self._ambient = ambient_of(graph.nodes)
         self._reached: dict[tuple[fx.Node, frozenset[str]], bool] = {}
-        #: Equal for nodes with equal values, once somebody asked (see :mod:`formula.equal_values`).
-        self.numbers: Mapping[fx.Node, int] | None = None
+        #: Equal for nodes with equal values, where somebody told (see :mod:`formula.equal_values`).
+        self.numbers: Mapping[fx.Node, int] = {}
         #: All nodes whose value a reader met in one formula under another node.
         self.met: set[fx.Node] = set()
 

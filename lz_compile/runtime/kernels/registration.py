@@ -117,8 +117,13 @@ def register_kernel(
         raise RegistrationError(kernel_id, _about_unknown(name))
     if not isinstance(kernel_id, str):
         raise RegistrationError(kernel_id, f"expected kernel_id as text, received {type(kernel_id).__name__}")
+    if not isinstance(is_traceable, bool):
+        text = f"expected is_traceable as True or False, received {type(is_traceable).__name__}"
+        raise RegistrationError(kernel_id, text)
+    if check is not None and not callable(check):
+        raise RegistrationError(kernel_id, f"expected check as a function, received {type(check).__name__}")
     given |= {name: _names(kernel_id, name, given[name]) for name in _SEVERAL}
-    if operation not in operations():
+    if not isinstance(operation, str) or operation not in operations():
         raise UnknownOperationError(f"registering kernel '{kernel_id}'", operation, operations())
 
     def decorate(function: Function) -> Function:
@@ -236,7 +241,7 @@ def _names(kernel_id: str, argument: str, value: Any) -> list[str]:
 
 def _known(kernel_id: str, what: str, names: list[str], valid: Sequence[str]) -> list[str]:
     for name in names:
-        if name not in valid:
+        if not isinstance(name, str) or name not in valid:
             raise RegistrationError(
                 kernel_id, f"no {what} '{name}'{nearest(str(name), list(valid))}; valid are {', '.join(valid)}"
             )

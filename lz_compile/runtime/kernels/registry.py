@@ -293,7 +293,7 @@ def list_kernels(operation: str | None = None) -> list[KernelInfo]:
     Raises:
         UnknownOperationError: there is no such operation.
     """
-    if operation is not None and operation not in operations():
+    if operation is not None and not (isinstance(operation, str) and operation in operations()):
         raise UnknownOperationError("listing kernels", operation, operations())
     wanted = [name for name in operations() if "." not in name] if operation is None else [operation]
     return [_info(spec) for name in wanted for spec in kernels(name).values()]

@@ -218,7 +218,7 @@ def _struct(path: KeyPath) -> Any:
 
 def _at(data: Any, path: KeyPath) -> Any:
     for part in path:
-        data = data[part]
+        data = data[part] if isinstance(data, Mapping) else list(data)[int(part)]  # a set has no places
     return data
 
 
