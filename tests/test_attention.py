@@ -809,10 +809,26 @@ def test_a_clamp_at_the_least_number_of_its_dtype_bounds_nothing(dtype: torch.dt
 
     mask = torch.zeros(20, 20, dtype=dtype)
     mask[3], mask[4, 3:], mask[5, :7], mask[6] = -math.inf, -math.inf, least, -math.inf
+    mask[7, :7], mask[7, 7:] = -math.inf, least  # of two masks that are added, as OPT's
     inputs = [torch.randn(2, 3, 20, 16).to(dtype) for _ in range(3)]
     got, want = rewritten(bounded, *inputs, mask), bounded(*inputs, mask)
     assert not got.isnan().any()
     torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "least"), [(torch.float32, -math.inf), (torch.bfloat16, torch.finfo(torch.float32).min)]
+)
+def test_a_bound_that_is_infinite_in_the_dtype_of_scores_keeps_rows_of_nan(dtype: torch.dtype, least: float) -> None:
+    def bounded(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
+        return torch.max(query @ key.mT * 0.25 + mask, torch.tensor(least)).softmax(-1) @ value
+
+    mask = torch.zeros(20, 20, dtype=dtype)
+    mask[3], mask[4, 3:] = -math.inf, -math.inf
+    inputs = [torch.randn(2, 3, 20, 16).to(dtype) for _ in range(3)]
+    got, want = rewritten(bounded, *inputs, mask), bounded(*inputs, mask)
+    assert want[:, :, 3].isnan().all()
+    torch.testing.assert_close(got, want, rtol=2e-2, atol=2e-2, equal_nan=True)
 
 
 @pytest.mark.parametrize("bound", [-65504.0, -100.0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -185,3 +186,18 @@ def test_other_running_sums_stay_and_say_why(name: str) -> None:
     assert not backend.report.matches
     assert [miss.reason.code for miss in backend.report.near_misses] == codes, backend.why_not()
     torch.testing.assert_close(found, parts(form(*given)))
+
+
+@pytest.mark.parametrize(
+    "weighed", [lambda drive: drive / 0, lambda drive: drive * math.inf, lambda drive: drive * math.nan]
+)
+def test_products_with_what_is_no_number_are_left_alone_without_a_trial(weighed: Callable[[Tensor], Tensor]) -> None:
+    given = inputs(wants_grad=False)
+
+    def form(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return einsum(weighed(k[..., :, None] * v[..., None, :]).cumsum(2), q)
+
+    found, backend = run(form, given)
+    assert not backend.report.matches
+    assert not backend.report.events
+    torch.testing.assert_close(found, parts(form(*given)), equal_nan=True)

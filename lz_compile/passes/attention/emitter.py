@@ -155,7 +155,9 @@ class AttentionEmitter(TableEmitter):
         if self.bias != 0:
             found["bias"] = self._bias(builder, scores, query)
         if self.floor is not None:
-            found["bias"] = found["bias"].to(self._wide()).clamp(min=self.floor)
+            # All that the floor bounds is one number, which swallows scores: no narrower dtype holds it
+            wide = found["bias"].to(self._wide())
+            found["bias"] = torch.where(wide <= self.floor, torch.finfo(self._wide()).min, wide)
         if squares is not None:
             found["bias"] = found["bias"] + squares if "bias" in found else squares
         if self.attrs.masked_rows == "fill":

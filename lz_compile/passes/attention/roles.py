@@ -64,7 +64,7 @@ def assign_roles(read: Weighing) -> AttentionEmitter:
         has_mask=keep != 1,
         has_bias=bias != 0 or inner.distance != 0,
         has_sinks=found.sinks is not None,
-        bias_is_finite=inner.is_floored or masks_finite.is_finite(region, bias),
+        bias_is_finite=inner.floor is not None or masks_finite.is_finite(region, bias),
         bias_can_mask=not masks_finite.is_bounded(region, bias),
         enable_gqa=bool(roles.group),
         selects_masked=bool(keep.free_symbols & region.selecting),
@@ -73,9 +73,7 @@ def assign_roles(read: Weighing) -> AttentionEmitter:
         rounds_bias=(bias != 0 or inner.distance != 0) and _rounds_joined(inner.leaf.node, dtype),
     )
     output_gain = tidy(sympy.expand(read.gain * values.factor))
-    floor = (
-        torch.finfo(torch.float32).min if inner.is_floored and bias != 0 else None
-    )  # no dtype of fewer digits holds it
+    floor = inner.floor if bias != 0 else None
     attrs = attrs if floor is None else replace(attrs, rounds_bias=False)
     return AttentionEmitter(
         region, roles, query, key, values, query_gain, key_gain, keep, bias, output_gain, found.sinks, output,
@@ -189,9 +187,9 @@ def _masked_rows(region: Region, inner: Scores, found: Probabilities) -> MaskedR
 
 def _before_nan_to_num(region: Region, inner: Scores, found: Probabilities) -> MaskedRows:
     if inner.fill is None or found.keep != 1:
-        return "mean" if inner.is_floored and found.keep == 1 else "nan"
+        return "mean" if inner.floor is not None and found.keep == 1 else "nan"
     if all(fill.coeff(INFINITY) != 0 for fill in inner.fills):
-        return "mean" if inner.is_floored else "nan"
+        return "mean" if inner.floor is not None else "nan"
     values = {float(fill) for fill in inner.fills if fill.is_number}
     is_uniform = len(inner.fills) == len(values) == 1
     lowest = torch.finfo(known_tensor(inner.leaf.node).dtype).min

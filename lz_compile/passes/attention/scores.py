@@ -41,8 +41,8 @@ class Scores:
 
     ``gain``, ``bias`` and ``keep`` (an indicator) are expressions over the region's leaves. ``fill`` is the bias as it is
     before the mask is known, so also where it does not keep; ``fills`` holds its value there, for every combination of
-    masks. ``is_floored`` says that scores are bounded from below by a number that only ``-inf`` falls short of,
-    ``is_shifted`` that their maximum was subtracted. With a ``distance``, scores are that times the squared distance of
+    masks. ``floor`` is a number that bounds scores from below, and that no finite score beside masks falls short of,
+    ``is_shifted`` says that their maximum was subtracted. With a ``distance``, scores are that times the squared distance of
     query and key: beside ``gain * product``, the squares of both are added.
     """
 
@@ -56,7 +56,7 @@ class Scores:
     fill: sympy.Expr | None
     fills: frozenset[sympy.Expr]
     softcap: float | None
-    is_floored: bool = False
+    floor: float | None = None
     is_shifted: bool = False
     distance: sympy.Expr = sympy.S.Zero
 
@@ -79,7 +79,7 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
             return None
     given, expression = expression, _without_shift(region, expression, keys)
     is_shifted = given != expression
-    expression, is_floored = _without_floor(expression, product)
+    expression, floor = _without_floor(expression, product)
     expression, inner = _split_softcap(expression, product)
     gain, bias = _affine(reduce_indicators(expression), product if inner is None else _PROBE)
     bias = _as_values(region, bias)
@@ -96,7 +96,7 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
         distance = _distance(gain * contraction.coefficient, cap)
         gain = -2 * distance
     leaf, summed = region.leaves[product], atoms(contraction.summed)
-    return Scores(leaf, left, right, summed, gain, bias, keep, fill, fills, cap, is_floored, is_shifted, distance)
+    return Scores(leaf, left, right, summed, gain, bias, keep, fill, fills, cap, floor, is_shifted, distance)
 
 
 def _as_values(region: Region, bias: sympy.Expr) -> sympy.Expr:
@@ -121,23 +121,24 @@ def _distance(weight: sympy.Expr, cap: float | None) -> sympy.Expr:
     return tidy(sympy.expand(weight))
 
 
-def _without_floor(expression: sympy.Expr, product: sympy.Symbol) -> tuple[sympy.Expr, bool]:
-    """The scores before they are clamped to the smallest number, and whether they are.
+def _without_floor(expression: sympy.Expr, product: sympy.Symbol) -> tuple[sympy.Expr, float | None]:
+    """The scores before they are clamped to about the smallest number, and that number where they are.
 
     A clamp of the bare product changes nothing that is finite. What is added after a clamp is not clamped.
 
     Raises:
         RefusedError: something is masked or added on both sides of a clamp.
     """
-    is_floored = False
+    floors = []
     while expression.func is FLOORED:
-        expression, is_floored = expression.args[0], True
+        expression, floor = expression.args
+        floors.append(float(floor))
     for clamp in expression.atoms(FLOORED):
         if clamp.args[0].xreplace({product: sympy.S.Zero}) != 0:
             raise RefusedError("SCORES_NOT_AFFINE", "scores are clamped before a mask is added", "clamp them last")
     while expression.has(FLOORED):
-        expression = expression.replace(FLOORED, lambda inner: inner)
-    return expression, is_floored
+        expression = expression.replace(FLOORED, lambda inner, _: inner)
+    return expression, max(floors, default=None)
 
 
 def _ordered(expression: sympy.Expr) -> list[sympy.Symbol]:

@@ -26,7 +26,7 @@ INFINITY = sympy.Symbol("INFINITY", positive=True)
 #: Stay unevaluated functions in expressions: ``dropout(x, p)`` and ``nan_to_num(x)``.
 DROPOUT = sympy.Function("dropout")
 NAN_TO_NUM = sympy.Function("nan_to_num")
-#: ``max(x, floor)`` with a floor that no finite score reaches; it turns ``-inf`` into the floor.
+#: ``floored(x, floor)`` is ``max(x, floor)`` with a floor that no finite score reaches; it turns ``-inf`` into the floor.
 FLOORED = sympy.Function("floored")
 _EXACT = 2**53
 

@@ -21,6 +21,7 @@ from lz_compile.passes.formula.expressions import (
     constant_value,
     is_indicator,
     plain_number,
+    rounded,
     specialised,
 )
 from lz_compile.passes.graph.view import Call, is_boolean, is_floating, read, tensor_of
@@ -113,7 +114,8 @@ def _floored(parameter: str) -> Rule:
             return None
         if constant > max(_BOTTOM, torch.finfo(given.dtype).min):
             return None
-        return FLOORED(region.operand(call, "input", dims))
+        operand = region.operand(call, "input", dims)
+        return FLOORED(operand, sympy.Float(constant)) if math.isfinite(rounded(constant, given.dtype)) else operand
 
     return rule
 

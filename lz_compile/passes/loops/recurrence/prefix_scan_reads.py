@@ -6,6 +6,7 @@ writes them. The last states may be read beside that.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -183,7 +184,7 @@ def multiplied(call: Call | None, dims: Dims) -> list[tuple[Any, Dims, int]] | N
     if call.name == "mul" or (call.name == "div" and call.get("rounding_mode") is None):
         powers = {"input": 1, "other": 1 if call.name == "mul" else -1}
         pairs = [(call.get(name), power) for name, power in powers.items()]
-        if any(not isinstance(each, (int, float)) and tensor_of(each) is None for each, _ in pairs):
+        if not all(_is_factor(each, power) for each, power in pairs):
             return None
         return [(each, _broadcast(dims, each), power) for each, power in pairs]
     if call.name in contraction.PRODUCTS:
@@ -196,6 +197,13 @@ def multiplied(call: Call | None, dims: Dims) -> list[tuple[Any, Dims, int]] | N
         return None
     shown = dims if is_cast(call) else layout.read_input_dims(call, dims)
     return None if shown is None else [(call.input, shown, 1)]
+
+
+def _is_factor(value: Any, power: int) -> bool:
+    """Whether a product may have this factor in another place: infinity and one over zero would make NaN of zeros there."""
+    if isinstance(value, (int, float)):
+        return math.isfinite(value) and (value != 0 or power > 0)
+    return tensor_of(value) is not None
 
 
 def _broadcast(dims: Dims, value: Any) -> Dims:
