@@ -172,7 +172,7 @@ def keep_results_apart(graph: fx.Graph) -> None:
     """
     results = graph.output_node()
     origins, before, first = _origins(results), results.meta.pop(_ORIGINS, []), dict[Any, Any]()
-    if len(origins) != len(before):
+    if not origins or len(origins) != len(before):  # a subgraph may give one value, in no list
         return
     kept: list[Any] = list(cast("Any", results.args[0]))
     for place, (was, now) in enumerate(zip(before, origins, strict=True)):
