@@ -300,7 +300,7 @@ _NUMBERS: Mapping[Any, Callable[..., Any]] = {
     sympy.log: torch.log,
     sympy.tanh: torch.tanh,
     sympy.Abs: torch.abs,
-    FLOORED: lambda x: x,
+    FLOORED: lambda x, _: x,
     NAN_TO_NUM: torch.nan_to_num,
 }
 
