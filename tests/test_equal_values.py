@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from attention_variants import normal
 from backends import Rewriting
-from graphs import capture, effects_of
+from graphs import capture, effects_of, outputs_of
 from torch import Tensor
 
 from lz_compile.passes.formula.equal_values import numbers
@@ -192,6 +192,38 @@ def test_constants_of_another_type_make_another_value() -> None:
     *sums, _ = [node for node in module.graph.nodes if node.op.startswith("call")]
     assert len({found[node] for node in sums}) == 5
     assert found[sums[0]] == found[sums[3]]
+
+
+def _drops(x: Tensor) -> tuple[Tensor, Tensor]:
+    return F.dropout(x, 0.5, training=True), F.dropout(x, 0.5, training=True)
+
+
+def _overwrites(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x + 1
+    one = torch.exp(y)
+    y.mul_(2)
+    return one, torch.exp(y)
+
+
+def _under_other_modes(x: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        one = torch.exp(x.detach())
+    return one, torch.exp(x.detach())
+
+
+def _under_autocast(x: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.autocast("cpu", torch.bfloat16):
+        one = torch.exp(x)
+    return one, torch.exp(x)
+
+
+@pytest.mark.parametrize("function", [_drops, _overwrites, _under_other_modes, _under_autocast])
+def test_equal_calls_that_give_other_values_have_other_numbers(function: Function) -> None:
+    module = capture(function, torch.randn(4, 4, requires_grad=True))
+    found, results = numbers(effects_of(module)), outputs_of(module)
+    assert len({found[node] for node in results}) == len(results) == 2
+    twice = capture(lambda x: (torch.exp(x), torch.exp(x)), torch.randn(4, 4))
+    assert len({numbers(effects_of(twice))[node] for node in outputs_of(twice)}) == 1
 
 
 def test_what_a_recogniser_did_not_meet_stays() -> None:

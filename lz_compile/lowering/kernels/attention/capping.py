@@ -10,7 +10,7 @@ _BOUND = 0.6
 
 
 def tanh(x: torch.Tensor, *, is_rough: bool) -> torch.Tensor:
-    """``tanh(x)``: to 1e-7 of one where ``is_rough``, as suits scores of 16 bits, else to 3e-7 of itself."""
+    """``tanh(x)``: to 2e-7 of one where ``is_rough``, as suits scores of 16 bits, else to 3e-7 of itself."""
     if x.dtype == torch.float64:
         return torch.tanh(x)
     large = torch.sigmoid(2 * x) * 2 - 1  # of small numbers too few digits are left

@@ -25,7 +25,8 @@ _FUSED_BLOCK = 512
 #: What PyTorch's kernel takes for one query where the heads of a token lie next to each other, as projections leave them.
 _INTERLEAVED = 1.25
 
-#: What PyTorch's tanh takes of a softmax, in C++ and in Inductor's code alike; kernels of ours have others (capping.py).
+#: What PyTorch's tanh takes of a softmax, in C++ and in Inductor's code alike (an EPYC with AVX-512); kernels of ours have
+#: others (capping.py).
 _TANH = 3.3
 
 

@@ -92,9 +92,8 @@ def with_reads(scan: PrefixScan, effects: Effects) -> PrefixScan:
 def _is_outer(region: Region, scan: PrefixScan) -> bool:
     """Whether a running sum adds up products, at each time, of every element of one tensor with every one of another."""
     drive = region.effects.calls.get(scan.drive)
-    shown = (
-        drive.input if drive is not None and drive.name == "flip" else scan.drive
-    )  # backwards, for whoever is told of it
+    is_backwards = drive is not None and drive.name == "flip"  # refused, by its reason
+    shown = drive.input if drive is not None and is_backwards else scan.drive
     product, _ = _opened(region, shown, scan.dims[scan.drive])
     axes = [region.axes_in(factor) for factor in sympy.Mul.make_args(product)]
     over_time = [each for each in axes if scan.time in each]
