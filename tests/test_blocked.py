@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lz_compile.lowering.attention_attributes import AttentionAttrs
@@ -74,3 +75,24 @@ def test_the_tanh_of_a_soft_cap_is_one_by_other_means(is_rough: bool) -> None:
     assert capping.tanh(torch.tensor(math.nan), is_rough=is_rough).isnan()
     double = torch.linspace(-3, 3, 101, dtype=torch.float64)
     assert torch.equal(capping.tanh(double, is_rough=is_rough), torch.tanh(double))
+
+
+@pytest.mark.parametrize("over", ["keys", "scores", "heads"])
+def test_a_mask_is_read_as_numbers_and_selects_what_it_selected(over: str) -> None:
+    shape = {"keys": (2, 1, 1, 128), "scores": (1, 1, 128, 128), "heads": (2, 8, 128, 128)}[over]
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = torch.randn(3, 2, 8, 128, 8, generator=generator).unbind()
+    mask = torch.rand(shape, generator=generator) > 0.3
+    mask[..., -1] = False
+    if over != "keys":
+        mask[..., 5, :] = False  # a row without keys
+    key[:, :, -1] = math.nan
+    x = Operands(query, key, value, mask=mask)
+    attrs = AttentionAttrs(has_mask=True, selects_masked=True, masks_keys=over == "keys", masked_rows="zero")
+    graph = make_fx(lambda *given: blocked.attention(Operands(*given[:3], mask=given[3]), attrs))(*x.flat()[:3], mask)
+    torch.testing.assert_close(graph(query, key, value, mask), reference(x, attrs), rtol=1e-5, atol=1e-6)
+    assert sum(node.target is torch.ops.layerzero.mask_numbers.default for node in graph.graph.nodes) == 1
+    compiled = torch.compile(lambda *given: blocked.attention(Operands(*given[:3], mask=given[3]), attrs))
+    torch.testing.assert_close(compiled(query, key, value, mask), reference(x, attrs), rtol=1e-5, atol=1e-6)
+    few = blocked.attention(Operands(*(each[:1, :1] for each in (query, key, value)), mask=mask[:1, :1]), attrs)
+    torch.testing.assert_close(few, reference(x, attrs)[:1, :1], rtol=1e-5, atol=1e-6)

@@ -19,7 +19,7 @@ from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.attributes import decode, encode
 from lz_compile.lowering.bands import Band, Reach
 from lz_compile.lowering.kernels.attention import tiled
-from lz_compile.lowering.kernels.attention.tiles import TILE_BYTES, Problem, Tile
+from lz_compile.lowering.kernels.attention.tiles import TILE_BYTES, Problem, Tile, fill_where
 from lz_compile.lowering.kernels.attention.token_major import Operands
 from lz_compile.lowering.ops import attention as attention_op
 
@@ -40,6 +40,33 @@ def share(given: Problem) -> float:
     return sum(tile.memory("any", torch.float32).numel() for tile in tiles(given)) / (
         batch * heads * queries * given.x.key.shape[1]
     )
+
+
+# ---- what is dropped -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [0.0, -math.inf, "least"])
+@pytest.mark.parametrize("shape", [(2, 3, 7, 9), (1, 1, 7, 9), (1, 3, 1, 9), (2, 3, 7, 1)])
+def test_scores_are_filled_by_bits_as_masked_fill_fills_them(dtype, value, shape):
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(2, 3, 7, 12, generator=generator).to(dtype)
+    whole[0, 0, :, 3:6] = torch.tensor([math.nan, math.inf, -math.inf])
+    number = torch.finfo(dtype).min if value == "least" else value
+    mask = torch.rand(shape, generator=generator) > 0.5
+    wanted = whole.clone()
+    wanted[..., 2:11].masked_fill_(mask, number)
+    fill_where(whole[..., 2:11], mask, number)
+    torch.testing.assert_close(whole, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(("kept", "may_be_empty"), [("some", False), ("all", False), ("none", True)])
+def test_a_mask_over_keys_says_of_each_row_of_the_batch_whether_it_has_any(kept, may_be_empty):
+    mask = torch.ones(2, 1, 1, 64, dtype=torch.bool)
+    mask[1] = {"all": torch.ones(64), "none": torch.zeros(64), "some": torch.arange(64) % 3 == 0}[kept].bool()
+    given = problem(64, AttentionAttrs(has_mask=True, masked_rows="mean"), batch=2, mask=mask)
+    assert {tile.may_be_empty for tile in tiles(given) if tile.heads.index == 1} == {may_be_empty}
+    assert not any(tile.may_be_empty for tile in tiles(given) if tile.heads.index == 0)
 
 
 # ---- what is skipped -------------------------------------------------------------------------------------------------

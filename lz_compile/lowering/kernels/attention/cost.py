@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from lz_compile.lowering.kernels.attention.blocked import BLOCK, MAX_KINDS
+from lz_compile.lowering.kernels.attention.mask_numbers import FEWEST
 from lz_compile.lowering.work import Kind, Work, fresh
 
 #: Features by which work depends on data, or on what no size says: priors speak of these.
@@ -25,6 +26,8 @@ _FUSED_BLOCK = 512
 #: What PyTorch's kernel takes for one query where the heads of a token lie next to each other, as projections leave them.
 _INTERLEAVED = 1.25
 
+#: What a boolean mask takes of a softmax in Inductor's C++, and where kernels of ours make numbers of it first.
+_BOOLEANS, _NUMBERS = 4.0, 0.6
 #: What PyTorch's tanh takes of a softmax, in C++ and in Inductor's code alike (an EPYC with AVX-512); kernels of ours have
 #: others (capping.py).
 _TANH = 3.3
@@ -100,7 +103,7 @@ class _Shape:
 
 def _written_out(x: _Shape) -> Work:
     """Two products, a softmax, and scores in memory: twice, or once more in float32 where they are narrower."""
-    points = x.scores * (1.2 + x.conditions(1.8, 4.0, 0.3, _TANH))
+    points = x.scores * (1.2 + x.conditions(1.8, _BOOLEANS, 0.3, _TANH))
     if x.queries <= _FEW:
         return _work(x, {"row": (1.3 if x.is_half else 1.0) * x.looked_at, "pointwise": points, "call": 2})
     times = 3 if x.is_training else 1
@@ -131,7 +134,7 @@ def _tiled(x: _Shape) -> Work:
     """Operators over tiles of scores, one by one; the backward computes each tile again."""
     seen, passes, causal = x.seen(BLOCK), 1.0 if x.is_half else 1.7, 1.4 if x.is_half else 0.3
     calls = 100 + 6 * x.batch * x.kv_heads * max(x.queries / BLOCK, 1)
-    points = x.scores * seen * (passes + x.conditions(causal, 3.0, 1.0, 1.0 if x.is_half else _TANH))
+    points = x.scores * seen * (passes + x.conditions(causal, _NUMBERS, 1.0, 1.0 if x.is_half else _TANH))
     if x.queries <= _FEW:
         return _work(x, {"row": (5.0 if x.is_half else 2.3) * x.held, "pointwise": points, "call": calls})
     times = 4.2 if x.is_training else 1.0
@@ -142,7 +145,8 @@ def _blocked(x: _Shape) -> Work:
     """Blocks of queries that Inductor compiles; conditions are looked at where a block meets the diagonal."""
     block = max(BLOCK, x.queries / MAX_KINDS) if "causal" in x.features else BLOCK
     seen, causal = x.seen(block), min(1.0, block / x.keys)
-    points = x.scores * seen * (1.2 + x.conditions(1.8 * causal, 4.0, 0.3, 1.0 if x.is_half else 1.7))
+    boolean = _BOOLEANS if x.scores < FEWEST else _NUMBERS
+    points = x.scores * seen * (1.2 + x.conditions(1.8 * causal, boolean, 0.3, 1.0 if x.is_half else 1.7))
     if x.queries <= _FEW:
         if x.groups == 1:
             return _work(x, {"row": (1.15 if x.is_half else 1.0) * x.held, "pointwise": points, "call": 2})
