@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -77,6 +78,10 @@ def test_the_tanh_of_a_soft_cap_is_one_by_other_means(is_rough: bool) -> None:
     assert torch.equal(capping.tanh(double, is_rough=is_rough), torch.tanh(double))
 
 
+def over_numbers(attrs: AttentionAttrs) -> Any:
+    return lambda *given: blocked.attention(Operands(*given[:3], mask=given[3] if given[3:] else None), attrs)
+
+
 @pytest.mark.parametrize("over", ["keys", "scores", "heads"])
 def test_a_mask_is_read_as_numbers_and_selects_what_it_selected(over: str) -> None:
     shape = {"keys": (2, 1, 1, 128), "scores": (1, 1, 128, 128), "heads": (2, 8, 128, 128)}[over]
@@ -89,10 +94,24 @@ def test_a_mask_is_read_as_numbers_and_selects_what_it_selected(over: str) -> No
     key[:, :, -1] = math.nan
     x = Operands(query, key, value, mask=mask)
     attrs = AttentionAttrs(has_mask=True, selects_masked=True, masks_keys=over == "keys", masked_rows="zero")
-    graph = make_fx(lambda *given: blocked.attention(Operands(*given[:3], mask=given[3]), attrs))(*x.flat()[:3], mask)
+    graph = make_fx(over_numbers(attrs))(query, key, value, mask)
     torch.testing.assert_close(graph(query, key, value, mask), reference(x, attrs), rtol=1e-5, atol=1e-6)
     assert sum(node.target is torch.ops.layerzero.mask_numbers.default for node in graph.graph.nodes) == 1
-    compiled = torch.compile(lambda *given: blocked.attention(Operands(*given[:3], mask=given[3]), attrs))
-    torch.testing.assert_close(compiled(query, key, value, mask), reference(x, attrs), rtol=1e-5, atol=1e-6)
-    few = blocked.attention(Operands(*(each[:1, :1] for each in (query, key, value)), mask=mask[:1, :1]), attrs)
+    compiled = torch.compile(over_numbers(attrs))(query, key, value, mask)
+    torch.testing.assert_close(compiled, reference(x, attrs), rtol=1e-5, atol=1e-6)
+    few = over_numbers(attrs)(*(each[:1, :1] for each in (query, key, value, mask)))
     torch.testing.assert_close(few, reference(x, attrs)[:1, :1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("band", [Band(upper=0), Band(upper=0, at_end=True), Band(-9, 3), Band(-40, None)])
+@pytest.mark.parametrize(("queries", "keys"), [(128, 128), (128, 150)])
+def test_a_band_is_read_as_numbers(band: Band, queries: int, keys: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    given = tuple(torch.randn(2, 8, length, 8, generator=generator) for length in (queries, keys, keys))
+    attrs = AttentionAttrs(band=band)
+    graph = make_fx(over_numbers(attrs))(*given)
+    assert any(node.target is torch.ops.layerzero.band_numbers.default for node in graph.graph.nodes)
+    wanted = reference(Operands(*given), attrs)
+    torch.testing.assert_close(graph(*given), wanted, rtol=1e-5, atol=1e-6)
+    lengths = torch.compile(over_numbers(attrs), dynamic=True)(*given)
+    torch.testing.assert_close(lengths, wanted, rtol=1e-5, atol=1e-6)

@@ -21,8 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
-from lz_compile.lowering.kernels.attention import capping
-from lz_compile.lowering.kernels.attention.mask_numbers import selecting
+from lz_compile.lowering.kernels.attention import capping, mask_numbers
 from lz_compile.lowering.ops.attention import Operands
 
 #: Operands that are not broadcast to scores as they are.
@@ -245,13 +244,13 @@ def _scores(block: _Block, attrs: AttentionAttrs) -> torch.Tensor:
 def _masked(scores: torch.Tensor, block: _Block, attrs: AttentionAttrs) -> torch.Tensor:
     """Scores with the fill of those that are dropped."""
     operands = block.over_scores
-    keep = selecting(operands["mask"], block.extents) if "mask" in operands else None
+    keep = mask_numbers.of_mask(operands["mask"], block.extents) if "mask" in operands else None
     if "query_documents" in operands:
         same = operands["query_documents"] == operands["key_documents"]
         keep = same if keep is None else torch.logical_and(keep, same)
     band = _cutting(attrs.limits, block)
     if band is not None:
-        inside = band.mask(block.query, *block.extents[2:], start=block.shift)
+        inside = mask_numbers.of_band(band, block.query, block.extents, block.shift)
         keep = inside if keep is None else torch.logical_and(keep, inside)
     if keep is None:
         return scores

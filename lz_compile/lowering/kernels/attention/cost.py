@@ -26,8 +26,8 @@ _FUSED_BLOCK = 512
 #: What PyTorch's kernel takes for one query where the heads of a token lie next to each other, as projections leave them.
 _INTERLEAVED = 1.25
 
-#: What a boolean mask takes of a softmax in Inductor's C++, and where kernels of ours make numbers of it first.
-_BOOLEANS, _NUMBERS = 4.0, 0.6
+#: What a band and a boolean mask take of a softmax in Inductor's C++, and a mask that a kernel makes numbers of first.
+_BAND, _BOOLEANS, _NUMBERS = 1.8, 4.0, 0.6
 #: What PyTorch's tanh takes of a softmax, in C++ and in Inductor's code alike (an EPYC with AVX-512); kernels of ours have
 #: others (capping.py).
 _TANH = 3.3
@@ -103,7 +103,7 @@ class _Shape:
 
 def _written_out(x: _Shape) -> Work:
     """Two products, a softmax, and scores in memory: twice, or once more in float32 where they are narrower."""
-    points = x.scores * (1.2 + x.conditions(1.8, _BOOLEANS, 0.3, _TANH))
+    points = x.scores * (1.2 + x.conditions(_BAND, _BOOLEANS, 0.3, _TANH))
     if x.queries <= _FEW:
         return _work(x, {"row": (1.3 if x.is_half else 1.0) * x.looked_at, "pointwise": points, "call": 2})
     times = 3 if x.is_training else 1
@@ -145,8 +145,8 @@ def _blocked(x: _Shape) -> Work:
     """Blocks of queries that Inductor compiles; conditions are looked at where a block meets the diagonal."""
     block = max(BLOCK, x.queries / MAX_KINDS) if "causal" in x.features else BLOCK
     seen, causal = x.seen(block), min(1.0, block / x.keys)
-    boolean = _BOOLEANS if x.scores < FEWEST else _NUMBERS
-    points = x.scores * seen * (1.2 + x.conditions(1.8 * causal, boolean, 0.3, 1.0 if x.is_half else 1.7))
+    band, boolean = (_BAND, _BOOLEANS) if x.scores < FEWEST else (0.3, _NUMBERS)
+    points = x.scores * seen * (1.2 + x.conditions(band * causal, boolean, 0.3, 1.0 if x.is_half else 1.7))
     if x.queries <= _FEW:
         if x.groups == 1:
             return _work(x, {"row": (1.15 if x.is_half else 1.0) * x.held, "pointwise": points, "call": 2})
