@@ -7,6 +7,7 @@ six times as long. Numbers it compares as fast as it reads them.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ def _empty(like: torch.Tensor, *sizes: int) -> torch.Tensor:
     return like.new_empty(sizes, dtype=torch.bfloat16)
 
 
-_DEFINITIONS = {
+_DEFINITIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "mask_numbers(Tensor mask) -> Tensor": (_of_mask, lambda mask: _empty(mask, *mask.shape)),
     "band_numbers(Tensor like, SymInt rows, SymInt columns, SymInt? lower, SymInt? upper) -> Tensor": (
         _of_band,
