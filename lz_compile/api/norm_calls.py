@@ -31,8 +31,7 @@ def norm(asked: Norm, input: torch.Tensor, *weights: torch.Tensor | None) -> tor
     if not is_bound or not all(each.is_floating_point() for each in given):
         return _own(asked, input, *weights)
     names = (*asked, torch.is_grad_enabled(), *[eager.layout(each) for each in tensors])
-    found: torch.Tensor = eager.bound("norm", names, partial(_bind, asked, input, *weights))(*tensors)
-    return found
+    return eager.bound("norm", names, partial(_bind, asked, input, *weights))(*tensors)
 
 
 def _bind(asked: Norm, input: torch.Tensor, *weights: torch.Tensor | None) -> Callable[..., torch.Tensor]:

@@ -51,8 +51,7 @@ def _selected(x: Operands, result: Result, out_dtype: torch.dtype) -> torch.Tens
     if not is_plain(*given):
         return bind(x, result, out_dtype, is_traced=True)(x)
     names = (result, out_dtype, torch.is_grad_enabled(), *[eager.layout(each) for each in given])
-    found: torch.Tensor = eager.bound("sampling", names, partial(bind, x, result, out_dtype))(x)
-    return found
+    return eager.bound("sampling", names, partial(bind, x, result, out_dtype))(x)
 
 
 def _own(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
