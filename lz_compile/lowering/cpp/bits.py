@@ -198,7 +198,7 @@ def apply(
 def _library() -> Any:
     library = cpp_builds.load_cpp(
         _SOURCE, ["-ftree-loop-vectorize"]
-    )  # which Inductor, that writes vectors itself, turns off
+    )  # Inductor, that writes vectors itself, has it off
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.intersect.argtypes = [pointer, number, number, ctypes.c_uint32, pointer]
     library.intersect.restype = number

@@ -16,7 +16,7 @@ from lz_compile.lowering.cpp.floats import floats
 from lz_compile.lowering.cpp.vectors import ELEMENTS
 from lz_compile.lowering.kernels.blend import torch_blend
 from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.ops.blend import BlendAttrs, Operands, Scalar, reference
+from lz_compile.lowering.ops.blend import BlendAttrs, Operands, Scalar, fake, reference
 
 _ID = "lz.cpp_blend"
 _READ = (torch.float32, torch.bfloat16)
@@ -312,7 +312,7 @@ def _run_margin(logits: torch.Tensor, attrs: str) -> torch.Tensor:
 
 
 def _fake_margin(logits: torch.Tensor, attrs: str) -> torch.Tensor:
-    return logits.new_empty(logits.shape[:1], dtype=decode(BlendAttrs, attrs).out_dtype)
+    return fake(Operands(logits=logits), decode(BlendAttrs, attrs))
 
 
 def _fallback_margin(logits: torch.Tensor, attrs: str) -> torch.Tensor:

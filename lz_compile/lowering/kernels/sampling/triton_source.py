@@ -129,9 +129,7 @@ def _tied(
 
 
 @triton.jit
-def _largest(
-    logits, mask, bias, vocab, inverse, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _largest(logits, mask, bias, vocab, inverse, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """The largest score of a row, and whether it is no distribution."""
     lane = tl.arange(0, BLOCK)
     most = tl.full((), float("-inf"), tl.float32)
