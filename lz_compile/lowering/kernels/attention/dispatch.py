@@ -32,5 +32,4 @@ def attention(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
 
 def _chosen(x: Operands, attrs: AttentionAttrs, is_causal: bool) -> torch.Tensor:
     """The operator, which sees for itself where heads differ and masks are given."""
-    result: torch.Tensor = _operator(x, AttentionAttrs(scale=attrs.scale, is_causal=is_causal))
-    return result
+    return _operator(x, AttentionAttrs(scale=attrs.scale, is_causal=is_causal))

@@ -31,5 +31,4 @@ def attention(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
         False,
         scale=attrs.scale,
     )
-    result: torch.Tensor = outputs[0]
-    return result
+    return outputs[0]

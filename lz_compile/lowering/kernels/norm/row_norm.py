@@ -30,8 +30,7 @@ def library_norm(
 
     def kernel(x: Operands, attrs: NormAttrs) -> torch.Tensor:
         if x.input.numel() == 0:
-            empty: torch.Tensor = definition(op)(x, attrs)
-            return empty
+            return definition(op)(x, attrs)
         return run(x, attrs).to(attrs.out_dtype).contiguous()
 
     backward = asked(op, kernel) if has_backward else None
@@ -42,7 +41,6 @@ def library_norm(
             from lz_compile.lowering.kernels.norm import torch_norm
 
             return torch_norm.norm(x, attrs)
-        found: torch.Tensor = operator(x, attrs)
-        return found
+        return operator(x, attrs)
 
     return norm

@@ -20,8 +20,7 @@ from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttr
 def paged_attention(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
     """The attention in the op's canonical layout (see ``lowering/ops/paged_attention.py``)."""
     if attrs.is_ragged:
-        found: torch.Tensor = _ragged(x, attrs)
-        return found
+        return _ragged(x, attrs)
     is_known = x.sinks is None and attrs.softcap is None  # to PyTorch's function
     return _decode(x, attrs) if is_known else op.reference(x, attrs)
 

@@ -42,8 +42,7 @@ def operator(name: str, steps: Steps) -> Callable[[Operands, RoutingAttrs], Tens
     defined = define(name, schema, run)
 
     def call(x: Operands, attrs: RoutingAttrs) -> Tensor:
-        found: Tensor = defined(*x.flat(), encode(attrs))
-        return found
+        return defined(*x.flat(), encode(attrs))
 
     return call
 
@@ -69,7 +68,7 @@ class _Routed(torch.autograd.Function):
     def forward(ctx: Any, steps: Steps, attrs: RoutingAttrs, *given: Any) -> Tensor:
         o = Operands(*given)
         x, u = o.x, o.u
-        tokens = Tokens.of(x, o.num_rollouts)
+        tokens = Tokens(x.shape[0], x.shape[1], o.count)
         place = None if o.rollout is None else places(x, o.rollout, o.num_rollouts).flatten()
         rows = x.reshape(-1, x.shape[2])
         columns = steps.project(rows, o.vh, o.a_q)
@@ -103,11 +102,6 @@ class Tokens(NamedTuple):
     groups: int
     length: int
     rollouts: int
-
-    @classmethod
-    def of(cls, x: Tensor, num_rollouts: int | None) -> Tokens:
-        """Those of ``x [G, S, D]``."""
-        return cls(x.shape[0], x.shape[1], x.shape[0] if num_rollouts is None else num_rollouts)
 
 
 class Call(NamedTuple):
@@ -282,7 +276,6 @@ class Gradients:
         return self.keep
 
     def _means(self, of_tokens: Tensor) -> Tensor:
-        """Over the tokens of every rollout."""
         ones = torch.ones_like(of_tokens).unsqueeze(1)
         count = self.tokens.rollouts + (self.place is not None)
         both = torch.cat((of_tokens.unsqueeze(1), ones), 1)

@@ -257,7 +257,6 @@ def _sample(
     IS_K_LAST: tl.constexpr, IS_P_LAST: tl.constexpr, IS_OPEN: tl.constexpr, IS_RANDOM: tl.constexpr, RESULT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row."""
     HAS_TIES: tl.constexpr = HAS_K_TIES or HAS_P_TIES
     row = tl.program_id(0).to(tl.int64)
     logits += row * logit_stride

@@ -127,7 +127,6 @@ class Launch:
 
     @cached_property
     def _lanes(self) -> int:
-        """Elements of a vector register."""
         return cpp_builds.vector_bits() // 8 // self.compute_dtype.itemsize
 
     @cached_property

@@ -111,10 +111,8 @@ class Scan:
 
     @property
     def _block(self) -> int:
-        """Columns of a program."""
         rows = next_power_of_2(self.sizes.key_dim)
-        block: int = max(1, min(next_power_of_2(self.sizes.value_dim), self.tile // rows))
-        return block
+        return max(1, min(next_power_of_2(self.sizes.value_dim), self.tile // rows))
 
     def _launch(self, kernel: Any, tensors: Any, strides: list[int], more: dict[str, int]) -> None:
         sizes, block = self.sizes, self._block
@@ -149,8 +147,7 @@ class Scan:
         }
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        found: torch.Tensor = self.x.like.new_empty(shape, dtype=dtype)
-        return found
+        return self.x.like.new_empty(shape, dtype=dtype)
 
 
 def forward(x: Operands, attrs: ScanAttrs) -> tuple[torch.Tensor, torch.Tensor]:
