@@ -290,7 +290,6 @@ def features(attrs: BlendAttrs, facts: BlendFacts) -> dict[str, str]:
 
 
 def _written(attrs: BlendAttrs, *given: torch.Tensor) -> torch.Tensor:
-    """The op as models spell it."""
     operands = _named(attrs, given)
     if "logits" in operands:
         top = operands["logits"].topk(2, dim=-1).values

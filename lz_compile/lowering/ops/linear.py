@@ -254,5 +254,4 @@ def sample(asked: Asked) -> Sample:
 
 
 def _written(attrs: LinearAttrs, given: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The op as models spell it."""
     return torch.nn.functional.linear(given, weight.to(given.dtype) * scale).to(attrs.out_dtype)

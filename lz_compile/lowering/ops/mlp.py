@@ -164,7 +164,6 @@ def features(attrs: MlpAttrs, facts: MlpFacts) -> dict[str, str]:
 
 
 def _written(attrs: MlpAttrs, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
-    """The op as models spell it."""
     result = ACTIVATIONS[attrs.activation](gate)
     return result if up is None else result * up
 

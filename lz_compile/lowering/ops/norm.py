@@ -140,7 +140,6 @@ def features(attrs: NormAttrs, facts: NormFacts) -> dict[str, str]:
 
 
 def _written(attrs: NormAttrs, given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The op as models spell it."""
     row = given.float()
     row = row - row.mean(-1, keepdim=True) if attrs.is_centred else row
     row = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + attrs.eps)

@@ -335,5 +335,4 @@ def sample(asked: Asked) -> Sample:
 
 
 def _written(attrs: PagedAttentionAttrs, *given: torch.Tensor) -> torch.Tensor:
-    """The op as models spell it."""
     return reference(Operands(*given), attrs)

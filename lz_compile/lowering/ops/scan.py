@@ -211,11 +211,6 @@ def _check(x: Operands, sizes: Mapping[str, int]) -> None:
         raise MisfitError("scan", "an operand", "that has steps", "none")
 
 
-def structure_of(x: Operands) -> ScanStructure:
-    """Which terms a step over these operands has."""
-    return ScanStructure(factor_kind(x.decay), has_updates=x.left is not None, **x.has("state", "drive", "query"))
-
-
 def factor_kind(operand: torch.Tensor | None) -> DecayKind:
     """What a decay, or a summand, has one number for."""
     if operand is None:
@@ -230,10 +225,12 @@ def facts_of(x: Operands) -> ScanFacts:
     """The facts of a scan over tensors; raises what :func:`sizes_of` does."""
     return ScanFacts(
         *sizes_of(x),
-        structure=structure_of(x),
+        structure=ScanStructure(
+            factor_kind(x.decay), has_updates=x.left is not None, **x.has("state", "drive", "query")
+        ),
         dtype=common_dtype(x),
         device=x.like.device.type,
-        needs_grad=torch.is_grad_enabled() and any(each.requires_grad for each in x.given().values()),
+        needs_grad=x.wants_gradient(),
     )
 
 
