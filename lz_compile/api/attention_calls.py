@@ -88,7 +88,6 @@ class _Call:
 
     @property
     def limits(self) -> tuple[bool, Band | None]:
-        """Causality and band."""
         return self.is_causal, self.band
 
     def of_one_query(self) -> _Call:
@@ -140,7 +139,6 @@ class _Call:
         return _Call(Operands(**given, **found.operands), **found.attributes)
 
     def problem(self, attributes: Mapping[str, Any]) -> tuple[AttentionAttrs, Any]:
-        """Attributes, and the facts by which a kernel is chosen."""
         x = self.x
         batch, heads, queries, width = x.query.shape
         sizes = {"B": batch, "Hq": heads, "Sq": queries, "D": width}

@@ -68,7 +68,6 @@ def _bind(
 
 
 def _through(kernel: Callable[..., Any], attrs: BlendAttrs, *tensors: torch.Tensor) -> Any:
-    """A kernel over the op's canonical operands."""
     return kernel(Operands(*tensors), attrs)
 
 

@@ -309,12 +309,10 @@ def _loaded(problem: Problem, present: Policy, attributes: Any, operands: Mappin
 
 
 def _canonical(kernel: Run, attrs: AttentionAttrs, mask_name: str, *tensors: Any) -> torch.Tensor:
-    """A kernel over the op's canonical operands."""
     return kernel(_operands(mask_name, *tensors), attrs)
 
 
 def _operands(mask_name: str, *tensors: Any) -> Operands:
-    """Of query, key, value and mask."""
     mask = tensors[3]
     over = {} if mask is None else {mask_name: mask[(None,) * (4 - mask.dim())]}  # with all four dimensions
     return Operands(*tensors[:3], **over)

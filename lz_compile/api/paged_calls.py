@@ -36,7 +36,6 @@ def _selected(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
 
 
 def _layout(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What is looked at beside the elements."""
     sizes = [size.bit_length() if wide else size for size, wide in zip(tensor.shape, _IS_LENGTH[name], strict=True)]
     return (name, *sizes, tensor.dtype, tensor.device, tensor.requires_grad)
 

@@ -56,7 +56,7 @@ def _bind(
 ) -> Callable[[Operands], Results]:
     """The scan over operands like these, by the kernel that is chosen for them."""
     attrs = attributes(x, out_dtype, state_dtype)
-    own = partial(_through, op.reference, attrs)
+    own = partial(op.reference, attrs=attrs)
     kernel, needs_grad = _chosen(x, attrs, is_traced=is_traced)
     if kernel is None or kernel.call is None:
         return own

@@ -85,7 +85,6 @@ class _Tokens(NamedTuple):
     beta: torch.Tensor
 
     def operands(self, state: torch.Tensor | None, scale: float | None) -> Operands:
-        """The op's."""
         alpha = self.alpha.unsqueeze(-1) if self.alpha.dim() == 3 else self.alpha
         return Operands(
             state,
@@ -97,7 +96,6 @@ class _Tokens(NamedTuple):
         )
 
     def dtypes(self, state: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype]:
-        """Of the outputs and of the last state."""
         dtype = self.v.dtype
         return dtype, torch.promote_types(dtype, torch.float32) if state is None else state.dtype
 

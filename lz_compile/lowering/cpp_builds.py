@@ -103,7 +103,6 @@ class _Kernels:
         self._told: list[tuple[list[str], str]] = []
 
     def add(self, argtypes: list[str], source: str) -> Callable[[], Any]:
-        """What gives the kernel."""
         self._told.append((argtypes, source))
         return partial(self._ask, len(self._told) - 1)
 

@@ -167,7 +167,8 @@ def layer(data: object, origin: str, directory: Path) -> Layer:
     """
     keys = _converted(data)
     values = [Value(name, value, origin) for name, value in _values(keys, directory)]
-    return Layer(tuple(values), _locks(keys, origin), _sources(keys, origin), _rules(keys, origin))
+    sources = {name: getattr(keys, name) or [] for name in ("avoid_sources", "prefer_sources")}
+    return Layer(tuple(values), _locks(keys, origin), _statements(sources, origin), _rules(keys, origin))
 
 
 def _converted(data: object) -> Any:
@@ -233,19 +234,17 @@ def _values(keys: Any, directory: Path) -> Iterator[tuple[str, Any]]:
             continue
         if name == "tune_samples":
             yield f"perfdb.{name}", value
-            continue
-        if name == "distributed_selection":
+        elif name == "distributed_selection":
             yield "ranks.selection", _SELECTIONS[value]
-            continue
-        if isinstance(value, msgspec.Struct):
+        elif isinstance(value, msgspec.Struct):
             group = msgspec.structs.asdict(value)
             yield from (
                 (f"{name}.{leaf}", _path(v, directory) if leaf == "path" else v)
                 for leaf, v in group.items()
                 if v is not UNSET
             )
-            continue
-        yield name, value
+        else:
+            yield name, value
 
 
 def _path(value: object, directory: Path) -> str | None:
@@ -266,12 +265,6 @@ def _locks(keys: Any, origin: str) -> tuple[Lock, ...]:
         except Invalid as problem:
             raise problem.below("locks", operation) from None
     return tuple(found)
-
-
-def _sources(keys: Any, origin: str) -> tuple[Statement, ...]:
-    prefer = [] if keys.prefer_sources is UNSET else keys.prefer_sources
-    avoid = [] if keys.avoid_sources is UNSET else keys.avoid_sources
-    return _statements({"avoid_sources": avoid, "prefer_sources": prefer}, origin)
 
 
 def _statements(listed: Mapping[str, str | list[str]], origin: str) -> tuple[Statement, ...]:
