@@ -29,7 +29,6 @@ from lz_compile.lowering.bands import Band
 from lz_compile.lowering.operands import MisfitError, operands
 from lz_compile.lowering.sample import Asked, sampler
 
-VARIANTS = ("causal", "full")
 LAYOUT = "BHSD"
 LIBRARY_LAYOUTS = ("BSHD", "NHD")
 EAGER_KERNEL = "torch.sdpa"

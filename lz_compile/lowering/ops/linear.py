@@ -40,7 +40,6 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Fewer columns than this fill no vector register.
 FEW_COLUMNS = 8
 
-VARIANTS = ("quantised",)
 LAYOUT = "NK"
 EXACT_DIMS = ("in_features", "out_features")
 BUCKETED_DIMS = (("num_rows",),)
@@ -67,11 +66,6 @@ class LinearAttrs(OpAttributes):
     is_native: bool = False
     compute_dtype: torch.dtype = torch.float32
     out_dtype: torch.dtype = torch.float32
-
-    @property
-    def variant(self) -> str:
-        """The only one."""
-        return "quantised"
 
 
 Attributes = LinearAttrs

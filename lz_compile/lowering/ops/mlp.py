@@ -41,7 +41,6 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mish": F.mish,
 }
 
-VARIANTS = ("gated", "plain")
 LAYOUT = "ND"
 EXACT_DIMS = ("intermediate_size",)
 TIMELESS_FEATURES: frozenset[str] = frozenset({"limit", "up_offset", *ACTIVATIONS})
@@ -73,11 +72,6 @@ class MlpAttrs(OpAttributes):
     def has_bias(self) -> bool:
         """Whether anything is added to the gate or to what it is multiplied by."""
         return self.has_gate_bias or self.has_up_bias
-
-    @property
-    def variant(self) -> str:
-        """``gated`` or ``plain``."""
-        return "gated" if self.is_gated else "plain"
 
 
 Attributes = MlpAttrs

@@ -38,7 +38,6 @@ from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
 from lz_compile.lowering.sample import Asked, Sample, sampler
 
-VARIANTS = ("decode", "ragged")
 LAYOUT = "NHD"
 #: Layouts beside the canonical one in which callers may have caches: heads before slots.
 CALL_LAYOUTS = ("HND",)
@@ -65,11 +64,6 @@ class PagedAttentionAttrs(OpAttributes):
     has_value_scale: bool = False
     has_first_keys: bool = False
     out_dtype: torch.dtype = torch.float32
-
-    @property
-    def variant(self) -> str:
-        """``decode`` where every request has one query."""
-        return "ragged" if self.is_ragged else "decode"
 
 
 Attributes = PagedAttentionAttrs

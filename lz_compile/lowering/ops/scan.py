@@ -47,7 +47,6 @@ Reads: TypeAlias = Literal["after", "before"]
 #: What a decay is one factor for: nothing (there is none), the whole state, a row, a column, or a single element.
 DecayKind: TypeAlias = Literal["none", "scalar", "key", "value", "full"]
 
-VARIANTS = ("delta", "diagonal")
 LAYOUT = "BHTKV"
 EAGER_KERNEL = "torch.scan_sequential"
 EXACT_DIMS = ("key_dim", "value_dim", "rank", "reads")
@@ -90,11 +89,6 @@ class ScanAttrs(OpAttributes):
     out_dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
     drops: bool = False
-
-    @property
-    def variant(self) -> str:
-        """``delta`` where a step reads what it writes over, else ``diagonal``: rows and columns do not mix."""
-        return "delta" if self.erases else "diagonal"
 
 
 Attributes = ScanAttrs
