@@ -13,5 +13,4 @@ def arange(like: Any, length: Any) -> torch.Tensor:
     if not isinstance(like, fx.Proxy):
         return torch.arange(length, device=like.device)
     tracer: Any = like.tracer
-    made: torch.Tensor = tracer.create_proxy("call_function", torch.arange, (length,), {"device": like.device})
-    return made
+    return tracer.create_proxy("call_function", torch.arange, (length,), {"device": like.device})

@@ -179,16 +179,12 @@ def break_reason(module: fx.GraphModule) -> str | None:
 
 def unlimited_recompiles() -> AbstractContextManager[Any]:
     """Dynamo's recompile limit set aside: past it, it would run a function eagerly without asking a backend."""
-    manager: AbstractContextManager[Any] = dynamo_config.patch(
-        recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30
-    )
-    return manager
+    return dynamo_config.patch(recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30)
 
 
 def run_only(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """What was compiled, never compiled again: the function runs eagerly where its guards do not hold."""
-    found: Callable[..., Any] = run(compiled)
-    return found
+    return run(compiled)
 
 
 _patch_method = _Patcher.patch_method

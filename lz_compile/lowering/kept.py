@@ -112,8 +112,7 @@ def _called(
     filled = [*operands]
     for place, value in zip(places, made, strict=True):
         filled[place] = value
-    found: Tensor = getattr(torch.ops.layerzero, f"{operator}_kernel").default(*filled, attrs)
-    return found
+    return getattr(torch.ops.layerzero, f"{operator}_kernel").default(*filled, attrs)
 
 
 def kernel_behind(name: str, arguments: Sequence[Any]) -> str:

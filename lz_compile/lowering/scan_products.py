@@ -48,8 +48,7 @@ def _run(
 
 
 def _solution(triangle: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = torch.linalg.solve_triangular(triangle, right, upper=False, unitriangular=True)
-    return found
+    return torch.linalg.solve_triangular(triangle, right, upper=False, unitriangular=True)
 
 
 class _Product(torch.autograd.Function):
