@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_type_hints
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from lz_compile.errors import ConfigError, nearest
+from lz_compile.errors import ConfigError, no_such
 from lz_compile.ground.files import TooLargeError, read_bounded
 from lz_compile.runtime.policy import names, rules
 from lz_compile.runtime.policy.names import Invalid, dotted
@@ -178,9 +178,8 @@ def _converted(data: object) -> Any:
         text, _, location = str(error).partition(" - at `")
         path = _parsed(location.rstrip("`"))
         if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", text, re.DOTALL):
-            valid = list(_struct(path).__struct_fields__)
-            hint = nearest(unknown[1], valid)
-            raise Invalid((*path, unknown[1]), f"no key '{unknown[1]}'{hint}; valid are {', '.join(valid)}") from None
+            valid = _struct(path).__struct_fields__
+            raise Invalid((*path, unknown[1]), no_such("key", unknown[1], valid)) from None
         if "key" in location.partition("$")[0]:
             raise Invalid(path, "expected keys that are text") from None
         if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
