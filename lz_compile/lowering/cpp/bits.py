@@ -122,8 +122,7 @@ def intersect(masks: Sequence[torch.Tensor], last: int) -> tuple[torch.Tensor, i
     """
     words = torch.empty_like(masks[0])
     pointers = (ctypes.c_void_p * len(masks))(*[mask.data_ptr() for mask in masks])
-    found: int = _library().intersect(pointers, len(masks), words.numel(), last, words.data_ptr())
-    return words, found
+    return words, _library().intersect(pointers, len(masks), words.numel(), last, words.data_ptr())
 
 
 def zeros(count: int) -> torch.Tensor:

@@ -160,8 +160,7 @@ def reference(x: Operands, attrs: LinearAttrs) -> torch.Tensor:
     """
     wide = torch.promote_types(torch.promote_types(x.input.dtype, attrs.compute_dtype), torch.float32)
     bias = None if x.bias is None else x.bias.to(wide)
-    found: torch.Tensor = torch.nn.functional.linear(ordered(x).to(wide), dequantised(x, attrs, wide), bias)
-    return found.to(attrs.out_dtype)
+    return torch.nn.functional.linear(ordered(x).to(wide), dequantised(x, attrs, wide), bias).to(attrs.out_dtype)
 
 
 def ordered(x: Operands) -> torch.Tensor:

@@ -138,8 +138,7 @@ def compute(x: Operands, attrs: MlpAttrs, dtype: torch.dtype) -> torch.Tensor:
         return result
     up = up if up_bias is None else up + up_bias
     up = up if attrs.limit is None else up.clamp(min=-attrs.limit, max=attrs.limit)
-    result = result * (up + attrs.up_offset if attrs.up_offset else up)
-    return result
+    return result * (up + attrs.up_offset if attrs.up_offset else up)
 
 
 def features(attrs: MlpAttrs, facts: MlpFacts) -> dict[str, str]:

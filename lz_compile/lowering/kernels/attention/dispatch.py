@@ -16,8 +16,7 @@ from lz_compile.lowering.ops.attention import Operands
 
 
 def _dispatch(x: token_major.Operands, attrs: AttentionAttrs) -> torch.Tensor:
-    result: torch.Tensor = hooks.attend(x, attrs.is_causal, attrs.scale)
-    return result.contiguous()
+    return hooks.attend(x, attrs.is_causal, attrs.scale).contiguous()
 
 
 # Every call falls back by itself, as it was chosen.

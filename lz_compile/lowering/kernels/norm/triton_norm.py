@@ -55,8 +55,7 @@ def _residual_fake(input: torch.Tensor, *others: Any) -> tuple[torch.Tensor, tor
 
 def _residual_fallback(input: torch.Tensor, residual: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
     total = (input + residual).contiguous()
-    result: torch.Tensor = definition(op)(Operands(total, *others[:2]), decode(NormAttrs, others[2]))
-    return result, total
+    return definition(op)(Operands(total, *others[:2]), decode(NormAttrs, others[2])), total
 
 
 _residual_operator = opaque(
