@@ -61,7 +61,8 @@ def _encoded(attrs: Any) -> str:
 @lru_cache(maxsize=1024)
 def decode(kind: type[Attributes], text: str) -> Attributes:
     """The inverse of :func:`encode`."""
-    return _made(kind, json.loads(text))
+    found: Attributes = _made(kind, json.loads(text))
+    return found
 
 
 def _made(kind: Any, values: dict[str, Any]) -> Any:

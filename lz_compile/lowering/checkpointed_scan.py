@@ -72,9 +72,10 @@ def _even(steps: int, chunk: int) -> int | None:
 
 def _scan(step: Step, init: Operands, xs: Operands, additional: Operands) -> Tensors:
     """A scan of which the carry that each step begins with is saved, and nothing else of a step."""
-    return _Scan.apply(  # type: ignore[no-untyped-call]
+    found: Tensors = _Scan.apply(  # type: ignore[no-untyped-call]
         step, len(init), len(xs), *init, *xs, *additional
     )
+    return found
 
 
 class _Scan(torch.autograd.Function):
@@ -156,7 +157,8 @@ def one_by_one(step: Step, init: Operands, xs: Operands, additional: Operands) -
 
 def _apart(inputs: Operands, outputs: Operands) -> list[torch.Tensor]:
     """Outputs in the one order that a scan carries, each in memory of its own."""
-    return _clone_aliasing_output(inputs, [each.contiguous() for each in outputs])
+    found: list[torch.Tensor] = _clone_aliasing_output(inputs, [each.contiguous() for each in outputs])
+    return found
 
 
 def _chosen(values: Operands, choice: Sequence[bool]) -> list[Any]:

@@ -251,9 +251,11 @@ def load_cpp(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     """
     _ask_for_the_widest_instructions()
     builds = _AfterInductorsHeader if PREFIX in source else CppCodeCache
-    return builds.load(source, extra_flags=tuple(flags))
+    found: ctypes.CDLL = builds.load(source, extra_flags=tuple(flags))
+    return found
 
 
 def empty_cpu(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Memory for real results, as Inductor's own code takes it: in a third of the time of ``torch.empty_strided``."""
-    return _empty_strided_cpu(shape, strides, dtype)
+    found: torch.Tensor = _empty_strided_cpu(shape, strides, dtype)
+    return found

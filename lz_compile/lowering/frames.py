@@ -179,12 +179,16 @@ def break_reason(module: fx.GraphModule) -> str | None:
 
 def unlimited_recompiles() -> AbstractContextManager[Any]:
     """Dynamo's recompile limit set aside: past it, it would run a function eagerly without asking a backend."""
-    return dynamo_config.patch(recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30)
+    found: AbstractContextManager[Any] = dynamo_config.patch(
+        recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30
+    )
+    return found
 
 
 def run_only(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """What was compiled, never compiled again: the function runs eagerly where its guards do not hold."""
-    return run(compiled)
+    found: Callable[..., Any] = run(compiled)
+    return found
 
 
 _patch_method = _Patcher.patch_method

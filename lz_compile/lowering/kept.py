@@ -112,7 +112,8 @@ def _called(
     filled = [*operands]
     for place, value in zip(places, made, strict=True):
         filled[place] = value
-    return getattr(torch.ops.layerzero, f"{operator}_kernel").default(*filled, attrs)
+    found: Tensor = getattr(torch.ops.layerzero, f"{operator}_kernel").default(*filled, attrs)
+    return found
 
 
 def kernel_behind(name: str, arguments: Sequence[Any]) -> str:

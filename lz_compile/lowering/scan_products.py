@@ -48,7 +48,8 @@ def _run(
 
 
 def _solution(triangle: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    return torch.linalg.solve_triangular(triangle, right, upper=False, unitriangular=True)
+    found: torch.Tensor = torch.linalg.solve_triangular(triangle, right, upper=False, unitriangular=True)
+    return found
 
 
 class _Product(torch.autograd.Function):

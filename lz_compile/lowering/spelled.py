@@ -36,4 +36,5 @@ def function(source: str) -> Callable[..., Any]:
     """The function of a text that :func:`spelled` made; its first argument is not used."""
     names = dict(_NAMES)
     exec(source, names)  # from a graph of this process, or from the user's own cache of compiled code
-    return names["forward"]
+    found: Callable[..., Any] = names["forward"]
+    return found

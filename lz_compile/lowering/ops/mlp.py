@@ -138,7 +138,8 @@ def compute(x: Operands, attrs: MlpAttrs, dtype: torch.dtype) -> torch.Tensor:
         return result
     up = up if up_bias is None else up + up_bias
     up = up if attrs.limit is None else up.clamp(min=-attrs.limit, max=attrs.limit)
-    return result * (up + attrs.up_offset if attrs.up_offset else up)
+    found: torch.Tensor = result * (up + attrs.up_offset if attrs.up_offset else up)
+    return found
 
 
 def features(attrs: MlpAttrs, facts: MlpFacts) -> dict[str, str]:

@@ -255,7 +255,8 @@ def bits(seeds: torch.Tensor, count: int) -> torch.Tensor:
     first = _mixed((seeds & _LOW) ^ 0x9E3779B9)
     second = _mixed(_mixed(((seeds >> 32) & _LOW) ^ 0x85EBCA6B) ^ first)
     tokens = arange(seeds, count)
-    return _mixed(_mixed((tokens + first[:, None]) & _LOW) ^ second[:, None])
+    found: torch.Tensor = _mixed(_mixed((tokens + first[:, None]) & _LOW) ^ second[:, None])
+    return found
 
 
 def mixed_seed(number: Any) -> Any:

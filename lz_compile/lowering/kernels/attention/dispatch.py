@@ -16,7 +16,8 @@ from lz_compile.lowering.ops.attention import Operands
 
 
 def _dispatch(x: token_major.Operands, attrs: AttentionAttrs) -> torch.Tensor:
-    return hooks.attend(x, attrs.is_causal, attrs.scale).contiguous()
+    found: torch.Tensor = hooks.attend(x, attrs.is_causal, attrs.scale).contiguous()
+    return found
 
 
 # Every call falls back by itself, as it was chosen.
@@ -31,4 +32,5 @@ def attention(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
 
 def _chosen(x: Operands, attrs: AttentionAttrs, is_causal: bool) -> torch.Tensor:
     """The operator, which sees for itself where heads differ and masks are given."""
-    return _operator(x, AttentionAttrs(scale=attrs.scale, is_causal=is_causal))
+    found: torch.Tensor = _operator(x, AttentionAttrs(scale=attrs.scale, is_causal=is_causal))
+    return found

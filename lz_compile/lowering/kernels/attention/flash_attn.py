@@ -19,7 +19,8 @@ def _flash_attn(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     if slopes is not None:
         assert options["causal"], "flash-attn's ALiBi is ours under a causal mask only"
         slopes = slopes.to(torch.float32).expand(x.query.shape[0], x.query.shape[2], 1, 1).flatten(1).contiguous()
-    return flash_attn_func(x.query, x.key, x.value, alibi_slopes=slopes, **options)
+    found: torch.Tensor = flash_attn_func(x.query, x.key, x.value, alibi_slopes=slopes, **options)
+    return found
 
 
 attention = library_attention("flash_attn", _flash_attn, kernel_id="flash_attn.v2")

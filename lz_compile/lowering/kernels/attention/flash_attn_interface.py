@@ -14,7 +14,8 @@ def _flash_attn_3(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
 
     assert x.slopes is None, "FlashAttention 3 is given slopes"
     out = flash_attn_func(x.query, x.key, x.value, **flash_options(x, attrs))
-    return out[0] if isinstance(out, tuple) else out  # some versions add the logsumexp
+    found: torch.Tensor = out[0] if isinstance(out, tuple) else out  # some versions add the logsumexp
+    return found
 
 
 attention = library_attention("flash_attn_3", _flash_attn_3, kernel_id="flash_attn.v3")

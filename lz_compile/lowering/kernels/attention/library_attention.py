@@ -40,7 +40,8 @@ def library_attention(
         band = attrs.limits or Band()
         if (band.lower or 0) > 0 or (band.upper or 0) < 0:  # libraries know windows around a query's own position
             return token_major.by_pytorch(x, attrs)
-        return operator(x, attrs)
+        found: torch.Tensor = operator(x, attrs)
+        return found
 
     return attention
 

@@ -37,7 +37,8 @@ def attention(x: op.Operands, attrs: AttentionAttrs) -> torch.Tensor:
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``): documents, and a band within them."""
     assert set(x.given()) == _TAKES, "lz.packed is given other operands than documents"
     assert (attrs.dropout_p, attrs.softcap) == (0, None), "lz.packed is asked for dropout or capped scores"
-    return _operator(x, attrs)
+    found: torch.Tensor = _operator(x, attrs)
+    return found
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class _Piece:
 
     def _cut(self, tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:
         part = tensor[self.rows, start : start + self.count * length]
-        return part.unflatten(1, (self.count, length)).flatten(0, 1).transpose(1, 2)
+        found: torch.Tensor = part.unflatten(1, (self.count, length)).flatten(0, 1).transpose(1, 2)
+        return found
 
     def put(self, target: torch.Tensor, value: torch.Tensor, *, is_query: bool, adds: bool = False) -> None:
         """Write (or add) what :meth:`of_queries` or :meth:`of_keys` would give back into a tensor of tokens."""
@@ -160,7 +162,8 @@ def _under_one_mask(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     kernel = torch_sdpa if bool(mask.any(-1).all()) else blocked
     wide = torch.promote_types(query.dtype, torch.float32)
     plain = replace(attrs, is_causal=False, band=None, reach=None, has_mask=True, has_documents=False, score_dtype=wide)
-    return kernel.attention(op.Operands(query, key, value, mask=mask), plain)
+    found: torch.Tensor = kernel.attention(op.Operands(query, key, value, mask=mask), plain)
+    return found
 
 
 # ---- documents -------------------------------------------------------------------------------------------------------

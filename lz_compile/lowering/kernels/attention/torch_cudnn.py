@@ -31,4 +31,5 @@ def attention(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
         False,
         scale=attrs.scale,
     )
-    return outputs[0]
+    found: torch.Tensor = outputs[0]
+    return found

@@ -251,13 +251,15 @@ def blend(x: Operands, attrs: BlendAttrs) -> torch.Tensor:
     assert (attrs.normalised, attrs.is_distinct) == ("none", False), f"{_ID} is asked for a softmax"
     assert x.logits is not None, f"{_ID} is given no logits"
     if attrs.mode == "margin":
-        return _margin(x.logits, encode(attrs))
+        margin: torch.Tensor = _margin(x.logits, encode(attrs))
+        return margin
     host, seed = x.pair
     weight = seed.new_full((), x.alpha) if isinstance(x.alpha, (int, float)) else x.alpha
     wide = torch.promote_types(attrs.compute_dtype, torch.float32)
     bounds = (-math.inf if x.low is None else x.low, math.inf if x.high is None else x.high)
     numbers = torch.stack([_number(each, seed, wide) for each in (x.gain, x.offset, *bounds)])
-    return _operator(seed, host, weight.detach(), x.logits.detach(), numbers, encode(attrs))
+    found: torch.Tensor = _operator(seed, host, weight.detach(), x.logits.detach(), numbers, encode(attrs))
+    return found
 
 
 def _number(value: Scalar, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -30,7 +30,8 @@ def library_norm(
 
     def kernel(x: Operands, attrs: NormAttrs) -> torch.Tensor:
         if x.input.numel() == 0:
-            return definition(op)(x, attrs)
+            found: torch.Tensor = definition(op)(x, attrs)
+            return found
         return run(x, attrs).to(attrs.out_dtype).contiguous()
 
     backward = asked(op, kernel) if has_backward else None
@@ -41,6 +42,7 @@ def library_norm(
             from lz_compile.lowering.kernels.norm import torch_norm
 
             return torch_norm.norm(x, attrs)
-        return operator(x, attrs)
+        found: torch.Tensor = operator(x, attrs)
+        return found
 
     return norm

@@ -20,7 +20,8 @@ from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttr
 def paged_attention(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
     """The attention in the op's canonical layout (see ``lowering/ops/paged_attention.py``)."""
     if attrs.is_ragged:
-        return _ragged(x, attrs)
+        found: torch.Tensor = _ragged(x, attrs)
+        return found
     is_known = x.sinks is None and attrs.softcap is None  # to PyTorch's function
     return _decode(x, attrs) if is_known else op.reference(x, attrs)
 

@@ -42,7 +42,8 @@ def operator(name: str, steps: Steps) -> Callable[[Operands, RoutingAttrs], Tens
     defined = define(name, schema, run)
 
     def call(x: Operands, attrs: RoutingAttrs) -> Tensor:
-        return defined(*x.flat(), encode(attrs))
+        found: Tensor = defined(*x.flat(), encode(attrs))
+        return found
 
     return call
 

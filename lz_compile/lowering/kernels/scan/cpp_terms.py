@@ -66,7 +66,8 @@ def _value(lines: Sequence[Line], leaves: Sequence[torch.Tensor]) -> torch.Tenso
     known: dict[Any, Any] = {f"x{place}": each for place, each in enumerate(leaves)}
     for place, (name, *given) in enumerate(lines):
         known[f"y{place}"] = FUNCTIONS[str(name)][0](*[known.get(each, each) for each in given])
-    return known[f"y{len(lines) - 1}"]
+    found: torch.Tensor = known[f"y{len(lines) - 1}"]
+    return found
 
 
 # ---- C++ -------------------------------------------------------------------------------------------------------------

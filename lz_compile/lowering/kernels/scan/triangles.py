@@ -21,13 +21,15 @@ def lower_product(triangle: torch.Tensor, right: torch.Tensor, tokens: int, has_
     ``has_own``: the blocks of a token and itself are no zeros. Over proxies, it is one operator.
     """
     run: Any = _LowerProduct.apply if isinstance(triangle, torch.Tensor) else torch.ops.layerzero.lower_product.default
-    return run(triangle, right, tokens, has_own)
+    found: torch.Tensor = run(triangle, right, tokens, has_own)
+    return found
 
 
 def lower_pairs(rows: torch.Tensor, columns: torch.Tensor, tokens: int) -> torch.Tensor:
     """``rows @ columns^T`` of ``[..., tokens * I, K]`` and ``[..., tokens * J, K]``; zero but with earlier tokens."""
     run: Any = _LowerPairs.apply if isinstance(rows, torch.Tensor) else torch.ops.layerzero.lower_pairs.default
-    return run(rows, columns, tokens)
+    found: torch.Tensor = run(rows, columns, tokens)
+    return found
 
 
 def _passed(triangle: torch.Tensor, right: torch.Tensor, tokens: int, *, has_own: bool, back: bool) -> torch.Tensor:
@@ -39,7 +41,8 @@ def _passed(triangle: torch.Tensor, right: torch.Tensor, tokens: int, *, has_own
     if not has_own:
         wild = F.pad(wild, (0, 0, 1, 0))[..., :-1, :]
     wild = (wild.flip(-2) if back else wild).unsqueeze(-2)
-    return (found.unflatten(-2, (tokens, -1)) + wild).flatten(-3, -2)
+    result: torch.Tensor = (found.unflatten(-2, (tokens, -1)) + wild).flatten(-3, -2)
+    return result
 
 
 def _earlier(products: torch.Tensor, tokens: int) -> torch.Tensor:

@@ -147,7 +147,8 @@ class Scan:
         }
 
     def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return self.x.like.new_empty(shape, dtype=dtype)
+        found: torch.Tensor = self.x.like.new_empty(shape, dtype=dtype)
+        return found
 
 
 def forward(x: Operands, attrs: ScanAttrs) -> tuple[torch.Tensor, torch.Tensor]:
