@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -26,8 +26,7 @@ class UnknownKernelError(OptionError):
     """A kernel is named (in a lock, say) that an operation does not have."""
 
     def __init__(self, operation: str, kernel_id: object, valid: Sequence[str], *, doing: str = "locking") -> None:
-        hint = nearest(str(kernel_id), valid)
-        super().__init__(f"{doing} {operation}: no kernel '{kernel_id}'{hint}; valid are {', '.join(sorted(valid))}")
+        super().__init__(f"{doing} {operation}: {no_such('kernel', kernel_id, sorted(valid))}")
 
 
 class RewriteFailedError(LayerZeroError):
@@ -42,6 +41,12 @@ def nearest(name: object, valid: Sequence[str]) -> str:
     """``" (did you mean 'x'?)"``, or nothing where no valid name is close."""
     close = difflib.get_close_matches(str(name), valid, n=1)
     return f" (did you mean '{close[0]}'?)" if close else ""
+
+
+def no_such(what: str, name: object, valid: Iterable[str], where: str = "") -> str:
+    """That there is nothing of a name, the nearest one, and those that there are."""
+    known = list(valid)
+    return f"no {what} '{name}'{where}{nearest(name, known)}; valid are {', '.join(known)}"
 
 
 class GradientUnsupportedError(LayerZeroError, RuntimeError):
@@ -167,8 +172,7 @@ class UnknownOperationError(LayerZeroError, ValueError):
     """An operation that there is not."""
 
     def __init__(self, doing: str, operation: object, valid: Sequence[str]) -> None:
-        hint = nearest(str(operation), valid)
-        super().__init__(f"{doing}: no operation '{operation}'{hint}; valid are {', '.join(sorted(valid))}")
+        super().__init__(f"{doing}: {no_such('operation', operation, sorted(valid))}")
 
 
 class DispatchTableError(LayerZeroError, ValueError):

@@ -366,7 +366,7 @@ def test_two_maxima_are_exact_where_logits_are_equal_or_no_numbers() -> None:
     torch.testing.assert_close(op.top2_margin(x, True)[:1], op.sorted_margin(x, True)[:1])
 
 
-@pytest.mark.parametrize("variant", op.VARIANTS)
+@pytest.mark.parametrize("variant", op.VARIANT_ATTRIBUTES)
 def test_the_kernel_is_the_reference(variant: str) -> None:
     sizes = {"num_rows": 5, "num_channels": 4, "inner_size": 3, "num_classes": 7}
     sample = op.sample(sizes, torch.float32, torch.device("cpu"), variant=variant)

@@ -621,10 +621,10 @@ def test_features_say_what_a_kernel_must_support() -> None:
 
 
 def test_variants_are_told_by_the_mean() -> None:
-    assert [NormAttrs(is_centred=centred).variant for centred in (False, True)] == list(op.VARIANTS)
+    assert [NormAttrs(is_centred=centred).variant for centred in (False, True)] == list(op.VARIANT_ATTRIBUTES)
 
 
-@pytest.mark.parametrize("variant", op.VARIANTS)
+@pytest.mark.parametrize("variant", op.VARIANT_ATTRIBUTES)
 def test_samples_are_recognised_as_what_they_are(variant: str) -> None:
     sample = op.sample({"num_rows": 7, "hidden_size": 24}, torch.float32, torch.device("cpu"), variant=variant)
     got, backend = compiled(sample.as_written(), *sample.inputs)

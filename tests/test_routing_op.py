@@ -74,7 +74,7 @@ def test_the_descriptor_says_what_the_kernel_is() -> None:
     assert "estimate" in spec.prior_source
 
 
-@pytest.mark.parametrize("variant", op.VARIANTS)
+@pytest.mark.parametrize("variant", op.VARIANT_ATTRIBUTES)
 def test_a_sample_is_the_same_as_written_and_by_the_kernel(variant: str) -> None:
     sizes = {
         "num_rollouts": 3,

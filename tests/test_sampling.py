@@ -588,7 +588,7 @@ def test_speculation_from_what_is_no_seed_is_refused(seeds, message):
 
 @pytest.mark.sampled
 @pytest.mark.slow
-@pytest.mark.parametrize("result", op.VARIANTS)
+@pytest.mark.parametrize("result", op.VARIANT_ATTRIBUTES)
 @pytest.mark.parametrize(("backend", "arch", "warp"), [("cuda", 90, 32), ("hip", "gfx942", 64)], ids=["cuda", "hip"])
 def test_triton_compiles_for_a_gpu(result, backend, arch, warp, tmp_path, monkeypatch):
     triton = pytest.importorskip("triton", reason="needs Triton, which compiles for a GPU without one")

@@ -74,7 +74,7 @@ def problem(rows, vocab, names, ties, *, dtype=torch.float32, seed=0):
     return operands, attrs
 
 
-def assert_is_the_definitions(kernel, operands, attrs, results=op.VARIANTS):
+def assert_is_the_definitions(kernel, operands, attrs, results=op.VARIANT_ATTRIBUTES):
     """What is kept, what is drawn, and how likely it was."""
     for result in results:
         expected = op.reference(op.Operands(**wide(operands)), replace(attrs, result=result))
@@ -264,7 +264,9 @@ def test_a_row_is_nan_where_an_open_limit_drops_one_of_several_equals(kernel):
         operands = {"logits": logits, **given}
         attrs = op.SamplingAttrs.of(operands, "scores", torch.float32)
         attrs = replace(attrs, top_k_ties="open", top_p_ties="open" if "top_p" in given else "all")
-        found = {each: EVERY[kernel](op.Operands(**operands), replace(attrs, result=each)) for each in op.VARIANTS}
+        found = {
+            each: EVERY[kernel](op.Operands(**operands), replace(attrs, result=each)) for each in op.VARIANT_ATTRIBUTES
+        }
         is_open = found["ids"] == -1
         for each in ("scores", "probs"):
             assert torch.equal(found[each].isnan(), is_open[:, None].expand(4, 4))

@@ -125,7 +125,7 @@ def test_features_name_what_a_kernel_must_take() -> None:
     assert (context.operation, context.dims["batch_size"], context.dims["length"]) == ("scan.delta", 2, 9)
 
 
-@pytest.mark.parametrize("variant", op.VARIANTS)
+@pytest.mark.parametrize("variant", op.VARIANT_ATTRIBUTES)
 def test_a_sample_is_the_same_written_out_and_by_a_kernel(variant: str) -> None:
     sizes = {"batch_size": 2, "num_heads": 3, "length": 5, "key_dim": 4, "value_dim": 6, "rank": 2, "reads": 2}
     sample = op.sample(sizes, torch.float32, torch.device("cpu"), variant=variant, is_training=True)

@@ -161,9 +161,8 @@ class Arguments:
         if value is None and optional:
             return
         is_whole = isinstance(value, (int, torch.SymInt))
-        fits = (is_whole or isinstance(value, (float, torch.SymFloat)) or _is_real(value)) and not isinstance(
-            value, bool
-        )
+        is_real = not isinstance(value, torch.Tensor) and isinstance(value, numbers.Real)
+        fits = (is_whole or is_real or isinstance(value, (float, torch.SymFloat))) and not isinstance(value, bool)
         if fits and is_whole:  # what no tensor holds is no number of use
             fits = -(2**63) <= value < 2**63
         elif fits:
@@ -304,10 +303,6 @@ _WORDS: Mapping[Kind, tuple[str, str]] = {
     "index": ("in int64 or int32", ".long()"),
     "real": ("of real numbers", ".float()"),
 }
-
-
-def _is_real(value: Any) -> bool:
-    return not isinstance(value, torch.Tensor) and isinstance(value, numbers.Real)
 
 
 def _shown(dims: str | None) -> str:

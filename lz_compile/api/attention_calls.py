@@ -64,7 +64,7 @@ def attend(x: Operands, *, is_causal: bool = False, band: Band | None = None, **
         None if plain.x.mask is None else _layout("mask", plain.x.mask),
     )
     run = eager.bound("attention", names, partial(_bind, names, plain, known, attributes))
-    found: torch.Tensor = run(known.x, plain.x)
+    found = run(known.x, plain.x)
     return found if plain.x.query is x.query else found.reshape(*x.query.shape[:3], x.value.shape[3])
 
 
@@ -88,7 +88,6 @@ class _Call:
 
     @property
     def limits(self) -> tuple[bool, Band | None]:
-        """Causality and band."""
         return self.is_causal, self.band
 
     def of_one_query(self) -> _Call:
@@ -140,7 +139,6 @@ class _Call:
         return _Call(Operands(**given, **found.operands), **found.attributes)
 
     def problem(self, attributes: Mapping[str, Any]) -> tuple[AttentionAttrs, Any]:
-        """Attributes, and the facts by which a kernel is chosen."""
         x = self.x
         batch, heads, queries, width = x.query.shape
         sizes = {"B": batch, "Hq": heads, "Sq": queries, "D": width}
@@ -182,10 +180,8 @@ def _by_length(
     """The attention as it is chosen for these very lengths."""
     exact = (*names, *(each.shape for each in known.given().values()))
     calls = _Call(plain, *plain_limits), _Call(known, *known_limits)
-    found: torch.Tensor = eager.bound("attention", exact, partial(_bind, exact, *calls, attributes, is_exact=True))(
-        known, plain
-    )
-    return found
+    run = eager.bound("attention", exact, partial(_bind, exact, *calls, attributes, is_exact=True))
+    return run(known, plain)
 
 
 def _own(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:

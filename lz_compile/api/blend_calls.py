@@ -33,12 +33,12 @@ def one_call(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, *, is
     if not is_plain(host, seed, weight):
         return None
     names = (is_residual, torch.is_grad_enabled(), *[eager.layout(each) for each in (host, seed, weight)])
-    found: torch.Tensor | None
-    found = eager.bound("blend", names, partial(_bind, host, seed, weight, is_residual))(host, seed, weight)
-    return found
+    return eager.bound("blend", names, partial(_bind, host, seed, weight, is_residual))(host, seed, weight)
 
 
-def _bind(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, is_residual: bool) -> Callable[..., Any]:
+def _bind(
+    host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, is_residual: bool
+) -> Callable[..., torch.Tensor | None]:
     """The blend of tensors like these, by the kernel that is chosen for them; what gives None where that is PyTorch's own."""
     axis = _axis_of(weight, seed)
     if axis is None or not _is_alike(host, seed, weight):
@@ -68,7 +68,6 @@ def _bind(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor, is_resid
 
 
 def _through(kernel: Callable[..., Any], attrs: BlendAttrs, *tensors: torch.Tensor) -> Any:
-    """A kernel over the op's canonical operands."""
     return kernel(Operands(*tensors), attrs)
 
 

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,7 @@ from lz_compile.runtime.tables import loaded as loaded_tables
 
 #: Runs an attention over query, key, value and mask: a kernel, with everything else bound to it.
 Run: TypeAlias = Callable[..., torch.Tensor]
+Built = TypeVar("Built", bound=Callable[..., Any])
 
 
 class _Decisions:
@@ -102,9 +103,7 @@ def plan(call: Call) -> Run:
     )
     cache = _decisions.cache
     found: Run | None = None if cache is None else cache.get(names)
-    if found is not None:
-        return found
-    return _planned(names, _Problem(call))
+    return _built("attention", names, _Problem(call).plan) if found is None else found
 
 
 def has_choice(op: str, platform: str, never: frozenset[str] = frozenset()) -> bool:
@@ -150,7 +149,7 @@ def kernel_for(
     return found[0]
 
 
-def bound(op: str, names: tuple[Any, ...], build: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+def bound(op: str, names: tuple[Any, ...], build: Callable[[], Built]) -> Built:
     """What ``build`` gives for a call of an op: a kernel, with all that does not change from call to call bound to it.
 
     Args:
@@ -169,14 +168,18 @@ def bound(op: str, names: tuple[Any, ...], build: Callable[[], Callable[..., Any
         names,
     )
     cache = _decisions.cache
-    found: Callable[..., Any] | None = None if cache is None else cache.get(key)
-    if found is not None:
-        return found
+    found: Built | None = None if cache is None else cache.get(key)
+    return _built(op, key, build) if found is None else found
+
+
+def _built(op: str, key: tuple[Any, ...], build: Callable[[], Built]) -> Built:
+    """What is kept for a key from now on, by the policy that holds now."""
     cache = _decisions.follow(policy.current().settings.cache)
     if cache is None:
         return build()
-    run: Callable[..., Any] = cache.get_or_compute((*_versions(op), *key[4:]), build)
-    return run
+    names = (*_versions(op), *key[4:])  # looking at policy and kernels may have been what changed them
+    found: Built = cache.get_or_compute(names, build)
+    return found
 
 
 def layout(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
@@ -233,20 +236,10 @@ def statistics() -> dict[str, int]:
     return {} if _decisions.cache is None else _decisions.cache.statistics().to_dict()
 
 
-def _versions(op: str = "attention") -> tuple[int, ...]:
+def _versions(op: str) -> tuple[int, ...]:
     """Of everything that decides beside the call itself, read anew; the first fields of a key."""
     registry.kernels(op)
     return policy.version(), registry.version(), health.version(), loaded_tables.version()
-
-
-def _planned(names: tuple[Any, ...], problem: _Problem) -> Run:
-    present = policy.current()
-    cache = _decisions.follow(present.settings.cache)
-    if cache is None:
-        return problem.plan(present)
-    names = (*_versions(), *names[4:])  # looking at policy and kernels may have been what changed them
-    run: Run = cache.get_or_compute(names, partial(problem.plan, present))
-    return run
 
 
 class _Problem:
@@ -262,12 +255,11 @@ class _Problem:
         self.mask_name = "bias" if given.attrs.has_bias else "mask"
         self.attrs = replace(given.attrs, masked_rows="zero", score_dtype=torch.float32)
 
-    def plan(self, present: Policy) -> Run:
+    def plan(self) -> Run:
         """Choose, and bind everything but the tensors."""
+        present = policy.current()
         run = self._run(_choice(self.context, self.attrs, self.operands.given(), present), present)
-        if self.layout == "BHSD":
-            return run
-        return partial(_transposed, run)
+        return run if self.layout == "BHSD" else partial(_transposed, run)
 
     def _run(self, kernel: KernelSpec | None, present: Policy) -> Run:
         settings = present.settings
@@ -317,12 +309,10 @@ def _loaded(problem: Problem, present: Policy, attributes: Any, operands: Mappin
 
 
 def _canonical(kernel: Run, attrs: AttentionAttrs, mask_name: str, *tensors: Any) -> torch.Tensor:
-    """A kernel over the op's canonical operands."""
     return kernel(_operands(mask_name, *tensors), attrs)
 
 
 def _operands(mask_name: str, *tensors: Any) -> Operands:
-    """Of query, key, value and mask."""
     mask = tensors[3]
     over = {} if mask is None else {mask_name: mask[(None,) * (4 - mask.dim())]}  # with all four dimensions
     return Operands(*tensors[:3], **over)

@@ -31,12 +31,10 @@ def norm(asked: Norm, input: torch.Tensor, *weights: torch.Tensor | None) -> tor
     if not is_bound or not all(each.is_floating_point() for each in given):
         return _own(asked, input, *weights)
     names = (*asked, torch.is_grad_enabled(), *[eager.layout(each) for each in tensors])
-    found: torch.Tensor = eager.bound("norm", names, partial(_bind, asked, input, *weights))(*tensors)
-    return found
+    return eager.bound("norm", names, partial(_bind, asked, input, *weights))(*tensors)
 
 
 def _bind(asked: Norm, input: torch.Tensor, *weights: torch.Tensor | None) -> Callable[..., torch.Tensor]:
-    """The norm of tensors like these."""
     own, hidden = partial(_own, asked), math.prod(asked.shape)
     x = _operands(hidden, input, *weights)
     sizes = {"N": input.numel() // hidden, "D": hidden}
@@ -60,12 +58,10 @@ def _own(asked: Norm, input: torch.Tensor, *weights: torch.Tensor | None) -> tor
 
 
 def _operands(hidden: int, input: torch.Tensor, *weights: torch.Tensor | None) -> Operands:
-    """The op's canonical ones."""
     return Operands(input.reshape(-1, hidden), *(None if each is None else each.flatten() for each in weights))
 
 
 def _through(
     call: Callable[..., torch.Tensor], attrs: NormAttrs, hidden: int, input: torch.Tensor, *weights: torch.Tensor | None
 ) -> torch.Tensor:
-    """A kernel over the op's canonical operands."""
     return call(_operands(hidden, input, *weights), attrs).reshape(input.shape)

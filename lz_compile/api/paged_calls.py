@@ -32,12 +32,10 @@ def _selected(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
     if not is_plain(*x.flat()):
         return _bind(x, attrs, is_traced=True)(x)
     names = (attrs, torch.is_grad_enabled(), *[_layout(name, each) for name, each in x.given().items()])
-    found: torch.Tensor = eager.bound("paged_attention", names, partial(_bind, x, attrs))(x)
-    return found
+    return eager.bound("paged_attention", names, partial(_bind, x, attrs))(x)
 
 
 def _layout(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What is looked at beside the elements."""
     sizes = [size.bit_length() if wide else size for size, wide in zip(tensor.shape, _IS_LENGTH[name], strict=True)]
     return (name, *sizes, tensor.dtype, tensor.device, tensor.requires_grad)
 

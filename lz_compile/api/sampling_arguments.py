@@ -51,8 +51,7 @@ def _selected(x: Operands, result: Result, out_dtype: torch.dtype) -> torch.Tens
     if not is_plain(*given):
         return bind(x, result, out_dtype, is_traced=True)(x)
     names = (result, out_dtype, torch.is_grad_enabled(), *[eager.layout(each) for each in given])
-    found: torch.Tensor = eager.bound("sampling", names, partial(bind, x, result, out_dtype))(x)
-    return found
+    return eager.bound("sampling", names, partial(bind, x, result, out_dtype))(x)
 
 
 def _own(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
@@ -137,16 +136,14 @@ class SamplingArguments:
 
     def add_limits(self, temperature: PerRow, top_k: int | torch.Tensor, top_p: PerRow, min_p: PerRow) -> None:
         """Temperature and what is kept; what changes nothing is left out."""
+        low, high = TEMPERATURES
         if isinstance(temperature, torch.Tensor):
             self.arguments.tensor("temperature", temperature, kind="real", anywhere=True)
-            if _may_be_out(temperature, *TEMPERATURES):
-                self._check_temperature(temperature)
-        else:
+            low, high = range_of(temperature, unknown=TEMPERATURES)
+        if not isinstance(temperature, torch.Tensor) or not (TEMPERATURES[0] <= low and high <= TEMPERATURES[1]):
             self._check_temperature(temperature)
-        self._add("temperature", temperature)
-        self._add("top_k", top_k)
-        self._add("top_p", top_p)
-        self._add("min_p", min_p)
+        for name, value in zip(_RANGES, (temperature, top_k, top_p, min_p), strict=True):
+            self._add(name, value)
 
     def _check_temperature(self, temperature: PerRow) -> None:
         """Refuse what makes finite scores infinite; zero is another thing."""
@@ -331,11 +328,6 @@ def row_seeds(
         return torch.tensor([row * _ROW ^ base for row in range(count)], dtype=torch.int64, device=device)
     found: torch.Tensor = torch.arange(count, device=device) * _ROW ^ base
     return found
-
-
-def _may_be_out(values: torch.Tensor, least: float, most: float) -> bool:
-    low, high = range_of(values, unknown=(least, most))
-    return not (least <= low and high <= most)
 
 
 def range_of(values: torch.Tensor, *, unknown: tuple[float, float]) -> tuple[float, float]:

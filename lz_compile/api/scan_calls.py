@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.autograd import forward_ad
@@ -21,8 +21,12 @@ from lz_compile.lowering.ops.scan import Operands, ScanAttrs, ScanFacts, ScanSiz
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.problem import context as contexts
 
+#: Reads and the last state, and what gives them.
+Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Run: TypeAlias = Callable[..., Results]
 
-def scan(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+
+def scan(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> Results:
     """The scan over canonical operands, reads after the step."""
     if torch.compiler.is_dynamo_compiling():
         found = _traced(x, out_dtype, state_dtype)
@@ -32,30 +36,27 @@ def scan(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> tuple
     return _selected(x, out_dtype, state_dtype)
 
 
-def _called(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def _called(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> Results:
     known = Arguments("linear_scan or kda")
     for name, each in x.given().items():
         known.tensor(name, each, kind="inexact")
     return _selected(x, out_dtype, state_dtype)
 
 
-def _selected(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    found: tuple[torch.Tensor, torch.Tensor]
+def _selected(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> Results:
     operands = x.flat()
     if not is_plain(*operands):
-        found = _bind(x, out_dtype, state_dtype, is_traced=True)(x)
-        return found
+        return _bind(x, out_dtype, state_dtype, is_traced=True)(x)
     names = (out_dtype, state_dtype, torch.is_grad_enabled(), *[eager.layout(each) for each in operands])
-    found = eager.bound("scan", names, partial(_bind, x, out_dtype, state_dtype))(x)
-    return found
+    return eager.bound("scan", names, partial(_bind, x, out_dtype, state_dtype))(x)
 
 
 def _bind(
     x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype, is_traced: bool = False
-) -> Callable[[Operands], Any]:
+) -> Callable[[Operands], Results]:
     """The scan over operands like these, by the kernel that is chosen for them."""
     attrs = attributes(x, out_dtype, state_dtype)
-    own = partial(_through, op.reference, attrs)
+    own = partial(op.reference, attrs=attrs)
     kernel, needs_grad = _chosen(x, attrs, is_traced=is_traced)
     if kernel is None or kernel.call is None:
         return own
@@ -77,9 +78,9 @@ def by_address(
     x: Operands,
     dtypes: Sequence[torch.dtype],
     shapes: Sequence[Sequence[int] | None],
-    called: Callable[..., Any],
-    own: Callable[..., Any],
-) -> Callable[..., Any]:
+    called: Callable[..., Results],
+    own: Run,
+) -> Run:
     """``called(run, *arguments)``, where the kernel for the operands has a ``run`` that reads addresses only; else ``own``.
 
     ``shapes`` are those of the results ``[B, T, H, 1, V]`` and ``[B, H, K, V]``, contiguous.

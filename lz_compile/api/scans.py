@@ -7,7 +7,7 @@ whatever backend, it is one operator, ``layerzero::scan``, for which the kernel 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ import torch
 
 from lz_compile.api import eager
 from lz_compile.api.arguments import Arguments, is_plain, remembered
-from lz_compile.api.scan_calls import by_address, is_view, scan
+from lz_compile.api.scan_calls import Run, by_address, is_view, scan
 from lz_compile.ground.sizes import is_one
 from lz_compile.lowering.ops.scan import Operands
 
@@ -70,9 +70,7 @@ def kda(
     if _is_signed(given, scale, head_first):
         options = (type(scale), scale, type(head_first), head_first)
         names = ("kda", *options, torch.is_grad_enabled(), *[eager.layout(each) for each in given])
-        found: tuple[torch.Tensor, torch.Tensor]
-        found = eager.bound("scan", names, partial(_bind_kda, given, scale, head_first))(*given)
-        return found
+        return eager.bound("scan", names, partial(_bind_kda, given, scale, head_first))(*given)
     _check_kda(*given, scale, head_first)
     return _kda(*given, scale=scale, head_first=head_first)
 
@@ -87,7 +85,6 @@ class _Tokens(NamedTuple):
     beta: torch.Tensor
 
     def operands(self, state: torch.Tensor | None, scale: float | None) -> Operands:
-        """The op's."""
         alpha = self.alpha.unsqueeze(-1) if self.alpha.dim() == 3 else self.alpha
         return Operands(
             state,
@@ -99,7 +96,6 @@ class _Tokens(NamedTuple):
         )
 
     def dtypes(self, state: torch.Tensor | None) -> tuple[torch.dtype, torch.dtype]:
-        """Of the outputs and of the last state."""
         dtype = self.v.dtype
         return dtype, torch.promote_types(dtype, torch.float32) if state is None else state.dtype
 
@@ -128,7 +124,7 @@ def _kda(*given: Any, scale: float | None, head_first: bool) -> tuple[torch.Tens
     return (out.transpose(1, 2) if head_first else out), last
 
 
-def _bind_kda(given: tuple[Any, ...], scale: float | None, head_first: bool) -> Callable[..., Any]:
+def _bind_kda(given: tuple[Any, ...], scale: float | None, head_first: bool) -> Run:
     """The call for arguments like these, which are checked here."""
     _check_kda(*given, scale, head_first)
     own = partial(_kda, scale=scale, head_first=head_first)
@@ -138,12 +134,10 @@ def _bind_kda(given: tuple[Any, ...], scale: float | None, head_first: bool) -> 
     tokens = _Tokens(*given[:5])
     is_by_head = tokens.alpha.dim() == 3
 
-    def called(run: Callable[..., Any], *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def called(run: Run, *given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         q, k, v, alpha, beta, state, *_ = given
         left, erase = k * beta.unsqueeze(-1), k * (alpha.unsqueeze(-1) if is_by_head else alpha)
-        found: tuple[torch.Tensor, torch.Tensor]
-        found = run(state, alpha, left, v, erase, None, q if scale is None else q * scale)
-        return found
+        return run(state, alpha, left, v, erase, None, q if scale is None else q * scale)
 
     return by_address(tokens.operands(state, scale), tokens.dtypes(state), (tokens.v.shape, None), called, own)
 
@@ -173,9 +167,7 @@ def linear_scan(
     given: tuple[Any, ...] = (decay, drive, initial)
     if isinstance(decay, torch.Tensor) and _is_signed(given, dim):
         names = ("linear_scan", type(dim), dim, torch.is_grad_enabled(), *[eager.layout(each) for each in given])
-        found: tuple[torch.Tensor, torch.Tensor]
-        found = eager.bound("scan", names, partial(_bind_linear_scan, given, dim))(*given)
-        return found
+        return eager.bound("scan", names, partial(_bind_linear_scan, given, dim))(*given)
     _check_linear_scan(*given, dim)
     return _linear_scan(*given, dim=dim)
 
@@ -208,7 +200,7 @@ def _columns_of(
     return x, columns, wide
 
 
-def _bind_linear_scan(given: tuple[Any, ...], dim: int) -> Callable[..., Any]:
+def _bind_linear_scan(given: tuple[Any, ...], dim: int) -> Run:
     """The call for arguments like these, which are checked here."""
     _check_linear_scan(*given, dim)
     own = partial(_linear_scan, dim=dim)
@@ -219,9 +211,9 @@ def _bind_linear_scan(given: tuple[Any, ...], dim: int) -> Callable[..., Any]:
     reads = columns.shape if columns.is_flat else None
 
     def called(
-        run: Callable[..., Any], decay: torch.Tensor, drive: torch.Tensor | None, initial: torch.Tensor | None
+        run: Run, decay: torch.Tensor, drive: torch.Tensor | None, initial: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        found: tuple[torch.Tensor, torch.Tensor] = run(initial, decay, None, None, None, drive, None)
+        found = run(initial, decay, None, None, None, drive, None)
         return found if reads is not None else (columns.restored(found[0].transpose(1, 2)), found[1])
 
     return by_address(x, (dtype, dtype), (reads, columns.rest), called, own)

@@ -98,12 +98,6 @@ def _einsum() -> tuple[Any, ...]:
     return chosen.is_available() and chosen.enabled, chosen.strategy
 
 
-def _unfilled() -> tuple[Any, ...]:
-    """Whether memory that is not written yet is filled."""
-    deterministic: Any = torch.utils.deterministic
-    return (deterministic.fill_uninitialized_memory,)
-
-
 def _state() -> Iterator[str]:
     """What a program has switched for the whole process or thread."""
     modes = torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack()
@@ -113,9 +107,10 @@ def _state() -> Iterator[str]:
         for name in torch._C._autocast_supported_devices()
     ]
     yield repr([casts, torch.is_autocast_cache_enabled(), torch.is_grad_enabled(), torch.is_inference_mode_enabled()])
+    deterministic: Any = torch.utils.deterministic
     yield repr([
         torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled(),
-        *_unfilled(), torch.get_default_dtype(), torch.get_num_threads(),
+        deterministic.fill_uninitialized_memory, torch.get_default_dtype(), torch.get_num_threads(),
         torch.is_anomaly_enabled(), torch.get_float32_matmul_precision(),
     ])  # fmt: skip
     backends = torch.backends

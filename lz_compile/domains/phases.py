@@ -177,7 +177,6 @@ class _Fence:
         return self._where not in (_Where.CODE, _Where.INDENT)
 
     def take(self, char: str) -> None:
-        """Go on by a character."""
         where = self._where
         if where in (_Where.OPENING_MARKS, _Where.OPENING_LINE):
             self._open(char)

@@ -10,7 +10,7 @@ import operator
 from collections.abc import Callable, Collection, Mapping
 from functools import cache, reduce
 
-from lz_compile.errors import FormulaError, nearest
+from lz_compile.errors import FormulaError, no_such
 
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -44,8 +44,7 @@ def check(formula: str, names: Collection[str]) -> None:
         FormulaError: with what is wrong.
     """
     for name in sorted(_names(formula) - set(names)):
-        hint = nearest(name, list(names))
-        raise FormulaError(formula, f"no size '{name}'{hint}; valid are {', '.join(sorted(names))}")
+        raise FormulaError(formula, no_such("size", name, sorted(names)))
 
 
 @cache

@@ -143,7 +143,8 @@ class CircuitBreaker:
             if not fallback_enabled:
                 raise KernelExecutionError(kernel_id, error) from error
             if is_out_of_memory(error):
-                _free_frames(error)
+                for link in _chain(error):  # whose frames hold tensors: the fallback needs their memory
+                    traceback.clear_frames(link.__traceback__)
             result = fallback(*args, **kwargs)
             if not is_broken:
                 self._record(kernel_id, error)
@@ -225,12 +226,6 @@ def is_device_error(error: BaseException) -> bool:
 
 def _text(why: BaseException | str) -> str:
     return why if isinstance(why, str) else f"{type(why).__name__}: {why}"
-
-
-def _free_frames(error: BaseException) -> None:
-    """Let go of the tensors that the failed call holds in its frames: the fallback needs their memory."""
-    for link in _chain(error):
-        traceback.clear_frames(link.__traceback__)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

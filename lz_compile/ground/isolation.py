@@ -15,7 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -52,8 +52,10 @@ class Outside:
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Run what is inside, which is isolated, as if it were called there."""
-        autocast = _autocast({kind: (True, dtype) for kind, dtype in self.autocast})
-        with autocast, _default_dtype(self.dtype), torch.set_grad_enabled(self.grad):
+        with ExitStack() as stack:
+            _autocast(stack, {kind: (True, dtype) for kind, dtype in self.autocast})
+            _default_dtype(stack, self.dtype)
+            stack.enter_context(torch.set_grad_enabled(self.grad))
             yield
 
 
@@ -86,47 +88,47 @@ def isolated() -> Iterator[Outside]:
     outside = Outside.now()
     with ExitStack() as stack:
         for part in _PARTS:
-            stack.enter_context(part())
-        _here.depth += 1
-        stack.callback(_leave)
+            part(stack)
+        depth = _here.depth
+        _here.depth = depth + 1
+        stack.callback(setattr, _here, "depth", depth)
         yield outside
 
 
-def _leave() -> None:
-    _here.depth -= 1
+# ---- what is hidden: each part changes something, and leaves with the stack how that is put back -----------------------
 
 
-@contextmanager
-def _function_modes() -> Iterator[None]:
-    with torch._C._EnableTorchFunction():
-        modes = _take_modes()
-        try:
-            yield
-        finally:
-            _take_modes()
-            for mode in reversed(modes):
-                torch._C._push_on_torch_function_stack(mode)
+def _function_modes(stack: ExitStack) -> None:
+    stack.enter_context(torch._C._EnableTorchFunction())
+    modes = _take_modes()
+
+    def put_back() -> None:
+        _take_modes()
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+
+    stack.callback(put_back)
 
 
 def _take_modes() -> list[Any]:
     return [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
 
 
-@contextmanager
-def _saved_tensor_hooks() -> Iterator[None]:
+def _saved_tensor_hooks(stack: ExitStack) -> None:
     """Without the hooks that are there, and with those that the code inside brings along."""
     autograd = torch._C._autograd
     was_tracing = autograd._saved_tensors_hooks_set_tracing(False)
     message, hooks = _take_hooks()
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         _take_hooks()
         for pair in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(*pair)
         autograd._saved_tensors_hooks_set_tracing(was_tracing)
         if message is not None:
             autograd._saved_tensors_hooks_disable(message, False)
+
+    stack.callback(put_back)
 
 
 def _take_hooks() -> tuple[str | None, list[Any]]:
@@ -141,8 +143,7 @@ def _take_hooks() -> tuple[str | None, list[Any]]:
     return message, hooks
 
 
-@contextmanager
-def _autocast(wanted: _Autocast) -> Iterator[None]:
+def _autocast(stack: ExitStack, wanted: _Autocast) -> None:
     """Autocast on these device types alone. Nothing is kept in its cache, which is emptied when the program leaves it.
 
     What enters it inside and does not leave it again (a part of a graph may hold no more than its beginning) is left here:
@@ -152,14 +153,15 @@ def _autocast(wanted: _Autocast) -> Iterator[None]:
     before = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST}
     has_cache = torch.is_autocast_cache_enabled()
     _set_autocast({kind: (False, dtype) for kind, (_, dtype) in before.items()} | dict(wanted), has_cache=False)
-    try:
-        yield
-    finally:
+
+    def put_back() -> None:
         for _ in range(_autocast_depth() - depth):
             torch.autocast_decrement_nesting()
         for _ in range(depth - _autocast_depth()):
             torch.autocast_increment_nesting()
         _set_autocast(before, has_cache=has_cache)
+
+    stack.callback(put_back)
 
 
 def _autocast_depth() -> int:
@@ -174,30 +176,24 @@ def _set_autocast(wanted: _Autocast, *, has_cache: bool) -> None:
     torch.set_autocast_cache_enabled(has_cache)
 
 
-@contextmanager
-def _default_dtype(wanted: torch.dtype) -> Iterator[None]:
-    """The default dtype, which all threads share, is touched only if it is another one."""
-    before = torch.get_default_dtype()
-    if before != wanted:
+def _default_dtype(stack: ExitStack, wanted: torch.dtype) -> None:
+    stack.callback(_set_default_dtype, torch.get_default_dtype())
+    _set_default_dtype(wanted)
+
+
+def _set_default_dtype(wanted: torch.dtype) -> None:
+    """All threads share it: it is touched only if it is another one."""
+    if torch.get_default_dtype() != wanted:
         torch.set_default_dtype(wanted)
-    try:
-        yield
-    finally:
-        if torch.get_default_dtype() != before:
-            torch.set_default_dtype(before)
 
 
-@contextmanager
-def _deterministic_flags() -> Iterator[None]:
+def _deterministic_flags(stack: ExitStack) -> None:
     flags = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
+    stack.callback(torch._C._set_deterministic_algorithms, flags[0], warn_only=flags[1])
+    for name in ("deterministic", "benchmark"):
+        stack.callback(setattr, torch.backends.cudnn, name, getattr(torch.backends.cudnn, name))
+        setattr(torch.backends.cudnn, name, False)
     torch._C._set_deterministic_algorithms(False, warn_only=False)
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = False, False
-    try:
-        yield
-    finally:
-        torch._C._set_deterministic_algorithms(flags[0], warn_only=flags[1])
-        torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
 
 
 def generators() -> Iterator[torch.Generator]:
@@ -211,42 +207,27 @@ def generators() -> Iterator[torch.Generator]:
         yield torch.mps._get_default_mps_generator()
 
 
-@contextmanager
-def _random_numbers() -> Iterator[None]:
-    states = [(generator, generator.get_state()) for generator in generators()]
-    python, numpy = random.getstate(), getattr(sys.modules.get("numpy"), "random", None)
-    of_numpy = None if numpy is None else numpy.get_state()
-    for generator, _ in states:
+def _random_numbers(stack: ExitStack) -> None:
+    stack.callback(random.setstate, random.getstate())
+    numpy = getattr(sys.modules.get("numpy"), "random", None)
+    if numpy is not None:
+        stack.callback(numpy.set_state, numpy.get_state())
+    for generator in generators():
+        stack.callback(generator.set_state, generator.get_state())
         generator.manual_seed(0)
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
-        random.setstate(python)
-        if numpy is not None:
-            numpy.set_state(of_numpy)
 
 
-@contextmanager
-def _floating_point() -> Iterator[None]:
+def _floating_point(stack: ExitStack) -> None:
     """Rounding to nearest, nothing that traps, denormals as numbers."""
     library = _math_library()
     if library is None:
-        flushes = sys.float_info.min / 2 == 0.0
+        stack.callback(torch.set_flush_denormal, sys.float_info.min / 2 == 0.0)
         torch.set_flush_denormal(False)
-        try:
-            yield
-        finally:
-            torch.set_flush_denormal(flushes)
         return
     state = ctypes.create_string_buffer(64)
     library.fegetenv(state)
+    stack.callback(library.fesetenv, state)
     library.fesetenv(ctypes.c_void_p(-1))  # FE_DFL_ENV
-    try:
-        yield
-    finally:
-        library.fesetenv(state)
 
 
 @cache
@@ -260,21 +241,15 @@ def _math_library() -> Any | None:
         return None
 
 
-@contextmanager
-def _warnings() -> Iterator[None]:
+def _warnings(stack: ExitStack) -> None:
     """What there is to warn of, the program's own calls are told."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        numpy = sys.modules.get("numpy")
-        if numpy is None:
-            yield
-            return
-        with numpy.errstate(all="ignore"):
-            yield
+    stack.enter_context(warnings.catch_warnings())
+    warnings.simplefilter("ignore")
+    if (numpy := sys.modules.get("numpy")) is not None:
+        stack.enter_context(numpy.errstate(all="ignore"))
 
 
-@contextmanager
-def _tracebacks() -> Iterator[None]:
+def _tracebacks(stack: ExitStack) -> None:
     """PyTorch prints the traceback of a call that takes no example values, which is an answer to a question of ours."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -282,32 +257,25 @@ def _tracebacks() -> Iterator[None]:
         return not is_isolated()
 
     logger.addFilter(is_of_others)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_of_others)
+    stack.callback(logger.removeFilter, is_of_others)
 
 
-@contextmanager
-def _transforms() -> Iterator[None]:
+def _transforms(stack: ExitStack) -> None:
     """What a run enters of ``torch.func``'s transforms, and leaves by an exception, is left with it."""
-    depth = torch._C._functorch.get_dynamic_layer_stack_depth()
-    try:
-        yield
-    finally:
-        torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+    functorch = torch._C._functorch
+    stack.callback(functorch.pop_dynamic_layer_stack_and_undo_to_depth, functorch.get_dynamic_layer_stack_depth())
 
 
-_PARTS: tuple[Callable[[], AbstractContextManager[Any]], ...] = (
+_PARTS: tuple[Callable[[ExitStack], object], ...] = (
     _transforms,
     _function_modes,
-    _disable_current_modes,
+    lambda stack: stack.enter_context(_disable_current_modes()),
     _saved_tensor_hooks,
-    lambda: torch.inference_mode(False),
-    torch.enable_grad,
-    lambda: _autocast({}),
-    lambda: torch.autograd.set_detect_anomaly(False),
-    lambda: _default_dtype(torch.float32),
+    lambda stack: stack.enter_context(torch.inference_mode(False)),
+    lambda stack: stack.enter_context(torch.enable_grad()),
+    lambda stack: _autocast(stack, {}),
+    lambda stack: stack.enter_context(torch.autograd.set_detect_anomaly(False)),
+    lambda stack: _default_dtype(stack, torch.float32),
     _deterministic_flags,
     _random_numbers,
     _floating_point,

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
 
 
 class Record:
@@ -13,6 +17,16 @@ class Record:
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
         return {each.name: plain(getattr(self, each.name)) for each in fields(cast("Any", self))}
+
+
+class Shown:
+    """What rich prints by a function, ``module:name``, that is imported when it is printed."""
+
+    shown_by: ClassVar[str]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """What the function gives of it."""
+        yield from pkgutil.resolve_name(self.shown_by)(self)
 
 
 def plain(value: Any) -> Any:

@@ -13,5 +13,5 @@ def arange(like: Any, length: Any) -> torch.Tensor:
     if not isinstance(like, fx.Proxy):
         return torch.arange(length, device=like.device)
     tracer: Any = like.tracer
-    made: torch.Tensor = tracer.create_proxy("call_function", torch.arange, (length,), {"device": like.device})
-    return made
+    found: torch.Tensor = tracer.create_proxy("call_function", torch.arange, (length,), {"device": like.device})
+    return found

@@ -6,7 +6,9 @@ Operators of a graph take numbers, strings and tensors, but no dataclass.
 from __future__ import annotations
 
 import json
+import sys
 import typing
+from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -21,6 +23,12 @@ _DTYPE = "torch."
 
 class OpAttributes:
     """The attributes of an op, whose dataclass says what differs: most are not random, and do not assume finite numbers."""
+
+    @property
+    def variant(self) -> str:
+        """The variant of the op that has these attributes, as ``VARIANT_ATTRIBUTES`` of its module tells them."""
+        made: Mapping[str, Mapping[str, Any]] = vars(sys.modules[type(self).__module__])["VARIANT_ATTRIBUTES"]
+        return next(name for name, own in made.items() if all(getattr(self, each) == own[each] for each in own))
 
     def deterministic(self) -> Self:
         """The same without anything random."""

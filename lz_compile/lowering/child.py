@@ -156,7 +156,7 @@ class Copy:
                 done, status = os.waitpid(pid, os.WNOHANG)
                 if done:
                     self._pid = 0
-                    return _ending(os.waitstatus_to_exitcode(status))
+                    return ending(os.waitstatus_to_exitcode(status))
                 if time.monotonic() > end:
                     return f"gave no result within {limit_s:g} s in a process of its own, with one thread"
                 time.sleep(pause)
@@ -204,7 +204,8 @@ def _stop(pid: int) -> None:
         os.waitpid(pid, 0)
 
 
-def _ending(code: int) -> str:
+def ending(code: int) -> str:
+    """How a process has ended, by its exit code; empty for one that has done what it should."""
     if code >= 0:
         return f"ended its process with code {code}" if code else ""
     try:

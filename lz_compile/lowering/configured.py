@@ -20,8 +20,7 @@ def config_of(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
         RuntimeError: an unknown mode or option, as torch words it.
     """
     wrapper = torch._TorchCompileInductorWrapper(mode, options or None, None)
-    config: dict[str, Any] = wrapper.config
-    return config
+    return wrapper.config
 
 
 #: The configuration of the compile that goes on in this thread, beyond Inductor's defaults.

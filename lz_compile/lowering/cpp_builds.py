@@ -103,7 +103,6 @@ class _Kernels:
         self._told: list[tuple[list[str], str]] = []
 
     def add(self, argtypes: list[str], source: str) -> Callable[[], Any]:
-        """What gives the kernel."""
         self._told.append((argtypes, source))
         return partial(self._ask, len(self._told) - 1)
 
@@ -252,8 +251,8 @@ def load_cpp(source: str, flags: Sequence[str] = ()) -> ctypes.CDLL:
     """
     _ask_for_the_widest_instructions()
     builds = _AfterInductorsHeader if PREFIX in source else CppCodeCache
-    library: ctypes.CDLL = builds.load(source, extra_flags=tuple(flags))
-    return library
+    found: ctypes.CDLL = builds.load(source, extra_flags=tuple(flags))
+    return found
 
 
 def empty_cpu(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -179,10 +179,10 @@ def break_reason(module: fx.GraphModule) -> str | None:
 
 def unlimited_recompiles() -> AbstractContextManager[Any]:
     """Dynamo's recompile limit set aside: past it, it would run a function eagerly without asking a backend."""
-    manager: AbstractContextManager[Any] = dynamo_config.patch(
+    found: AbstractContextManager[Any] = dynamo_config.patch(
         recompile_limit=1 << 30, accumulated_recompile_limit=1 << 30
     )
-    return manager
+    return found
 
 
 def run_only(compiled: Callable[..., Any]) -> Callable[..., Any]:

@@ -39,10 +39,10 @@ class Fused:
     def reference(self) -> torch.Tensor:
         """The value, by the op's definition."""
         if self.op == RESIDUAL:
-            total: torch.Tensor = self.operands["input"] + self.operands["residual"]
-            return total
-        value: torch.Tensor = ops.module(self.op).reference(self.operands, self.attrs)
-        return value
+            whole: torch.Tensor = self.operands["input"] + self.operands["residual"]
+            return whole
+        found: torch.Tensor = ops.module(self.op).reference(self.operands, self.attrs)
+        return found
 
 
 @dataclass(frozen=True)

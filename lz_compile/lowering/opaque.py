@@ -126,8 +126,8 @@ def _define(
 ) -> torch._ops.OpOverload:
     _LIBRARY.define(name + schema, tags=tags)
     _LIBRARY.impl(name, call, dispatch_key)
-    operator: torch._ops.OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
-    return operator
+    found: torch._ops.OpOverload = getattr(getattr(torch.ops, _NAMESPACE), name).default
+    return found
 
 
 def _waiting(run: Callable[..., Any]) -> Callable[..., Any]:

@@ -201,9 +201,8 @@ def _step(body: fx.GraphModule, init: Any, xs: Any, additional: Any, results: Se
     _told(step)
     layouts = tuple((_hints(each.shape), _hints(each.stride()), each.dtype) for each in _tensors(given))
     numbers = _hints(each for each in others if not isinstance(each, torch.Tensor))
-    _program(
-        step[:_NAME], layouts, _hints(each.stride(0) for each in slices), numbers
-    )  # to see that it can be, and build it
+    # To see that it can be, and build it.
+    _program(step[:_NAME], layouts, _hints(each.stride(0) for each in slices), numbers)
     return step
 
 

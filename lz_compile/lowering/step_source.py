@@ -49,7 +49,6 @@ class _Recorder:
     memory: list[torch.Tensor] = field(default_factory=list)
 
     def cpp_pybinding(self, types: Sequence[str], source: str) -> Callable[..., None]:
-        """A kernel of the module."""
         name = f"kernel_{len(self.sources)}"
         self.sources[name] = tuple(types), _KERNEL.sub(f"void {name}", source)
         return lambda *arguments: self.calls.append(_Call(name, tuple(types), arguments))
@@ -58,7 +57,6 @@ class _Recorder:
         """Nothing is being built."""
 
     def empty_strided_cpu(self, *layout: Any) -> torch.Tensor:
-        """Memory of a step."""
         self.memory.append(cpp_builds.empty_cpu(*layout))
         return self.memory[-1]
 
@@ -132,7 +130,6 @@ class _Loop:
     scratch: list[str] = field(default_factory=list)
 
     def number(self, value: int) -> str:
-        """A number that the source is given."""
         self.numbers.append(int(value))
         return f"n[{len(self.numbers) - 1}]"
 

@@ -93,8 +93,7 @@ def processors(device: torch.device) -> int:
     """How many blocks run at the same time at least."""
     if device.type != "cuda":
         return INTERPRETED_PROCESSORS
-    count: int = torch.cuda.get_device_properties(device).multi_processor_count
-    return count
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:

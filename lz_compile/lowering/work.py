@@ -39,8 +39,7 @@ class Work:
 def fresh(*buffers: float, times: float = 1) -> dict[Kind, float]:
     """Of buffers of so many bytes, the bytes of those that are new memory at every call, or may be."""
     large = [each for each in buffers if each >= FRESH_FROM]
-    kinds: dict[Kind, float] = {
+    return {
         "fresh": times * sum(each for each in large if each >= KEPT),
         "unheld": times * sum(each for each in large if each < KEPT),
     }
-    return kinds

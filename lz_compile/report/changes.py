@@ -46,8 +46,11 @@ def changes(before: Told, after: Told) -> list[Change]:
     """
     before, after = checked(before, "changes", "before"), checked(after, "changes", "after")
     found = [*_environment(before, after)]
-    for part in (_matches, _near_misses, _loops, _layers, _events):
-        found += _together(part(before, after))
+    loops = _kept(before, after, "loops", "rolled", lambda each: f"{each['steps']} steps")
+    size = "{count} times the same {calls} calls"
+    layers = _kept(before, after, "layers", "folded", lambda each: size.format(**each))
+    for part in (_matches(before, after), _near_misses(before, after), loops, layers, _events(before, after)):
+        found += _together(part)
     return [*found, *_times(before, after)]
 
 
@@ -178,16 +181,6 @@ def _absent(module: str, here: Told, there: Told) -> str:
     """Why nothing of a module is told here: it is a module of the other report alone; empty where that is not so."""
     known, others = ({each["path"] for each in all_of(told, "modules")} for told in (here, there))
     return "this module is not there" if known and module in others - known else ""
-
-
-def _loops(before: Told, after: Told) -> Iterator[Change]:
-    yield from _kept(before, after, "loops", "rolled", lambda each: f"{each['steps']} steps")
-
-
-def _layers(before: Told, after: Told) -> Iterator[Change]:
-    yield from _kept(
-        before, after, "layers", "folded", lambda each: f"{each['count']} times the same {each['calls']} calls"
-    )
 
 
 def _kept(before: Told, after: Told, name: str, done: str, size: Any) -> Iterator[Change]:

@@ -84,17 +84,15 @@ def _add(path: Path, files: Mapping[str, str]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     clean = _without_paths()
     with _alone(path.parent):
-        kept = _files_in(path) if path.exists() else {"environment.json": json.dumps(environment(), indent=2).encode()}
+        kept = {} if path.exists() else {"environment.json": json.dumps(environment(), indent=2).encode()}
+        if not kept:
+            with zipfile.ZipFile(path) as found:
+                kept = {name: found.read(name) for name in found.namelist()}
         whole = io.BytesIO()
         with zipfile.ZipFile(whole, "w", zipfile.ZIP_DEFLATED) as made:
             for name, data in {**kept, **{name: clean(text).encode() for name, text in files.items()}}.items():
                 made.writestr(name, data)
         write_whole(path, whole.getvalue(), _MODE)
-
-
-def _files_in(path: Path) -> dict[str, bytes]:
-    with zipfile.ZipFile(path) as found:
-        return {name: found.read(name) for name in found.namelist()}
 
 
 @contextlib.contextmanager

@@ -167,13 +167,8 @@ def _is_as_fast(candidate: Mapping[str, Any]) -> bool:
 def _candidate(candidate: Mapping[str, Any], context: Mapping[str, Any] | None) -> tuple[str, ...]:
     against = [reason["message"] for reason in candidate["against"]]
     notes = [reason["message"] for reason in candidate.get("notes", ())]
-    score = "-" if against else f"{candidate['score']:.0f}"
-    return (
-        candidate["kernel"],
-        score,
-        "-" if against else latency_text(candidate, context),
-        "\n".join([*against, *notes]),
-    )
+    told = ("-", "-") if against else (f"{candidate['score']:.0f}", latency_text(candidate, context))
+    return candidate["kernel"], *told, "\n".join([*against, *notes])
 
 
 def latency_text(candidate: Mapping[str, Any], context: Mapping[str, Any] | None) -> str:
@@ -287,13 +282,9 @@ def artifacts(found: Artifacts) -> Iterator[Any]:
 
 def bytes_text(count: int) -> str:
     """A number of bytes in the unit that suits it."""
-    return (
-        f"{count} B"
-        if count < 1024
-        else f"{count / 1024:.1f} KiB"
-        if count < 1 << 20
-        else f"{count / (1 << 20):.1f} MiB"
-    )
+    if count < 1024:
+        return f"{count} B"
+    return f"{count / 1024:.1f} KiB" if count < 1 << 20 else f"{count / (1 << 20):.1f} MiB"
 
 
 def _times(report: Report) -> Rows:

@@ -12,7 +12,7 @@ from lz_compile.report.render import bytes_text
 
 if TYPE_CHECKING:
     from lz_compile.tools.diagnosis import DoctorReport
-    from lz_compile.tools.installation import Compilers, Measurements
+    from lz_compile.tools.installation import Measurements
     from lz_compile.tools.readiness import ReadinessReport
 
 _STYLES: Mapping[str, str] = {"pass": "green", "warn": "yellow", "fail": "bold red"}
@@ -26,13 +26,16 @@ def diagnosis(report: DoctorReport) -> Iterator[Any]:
         yield Rows(amount(len(report.issues), "issue"), ("code", "what is found, and what to do"), rows)
     else:
         yield Text("No issues.", style="bold green")
-    found = report.compilers
+    compilers = {}
+    if (found := report.compilers) is not None:
+        compilers["C++ compiler"] = found.cxx_version or f"{found.cxx}: not found"
+        compilers["Inductor"] = found.error or f"compiles ({found.seconds:.1f} s for a small function)"
     yield Text("Machine", style="bold")
     yield facts(
         {
             "software": ", ".join(f"{name} {version}" for name, version in report.software.items()),
             **{device: f"{each.device_name} ({each.signature()})" for device, each in report.hardware},
-            **({} if found is None else _compilers(found)),
+            **compilers,
         }
     )
     yield _kernels(report)
@@ -68,13 +71,6 @@ def _kernels(report: DoctorReport) -> Rows:
         for kernel in report.kernels
     ]
     return Rows("Kernels", ("kernel", "operation", "from", "runs on, or why not"), rows)
-
-
-def _compilers(found: Compilers) -> dict[str, str]:
-    return {
-        "C++ compiler": found.cxx_version or f"{found.cxx}: not found",
-        "Inductor": found.error or f"compiles ({found.seconds:.1f} s for a small function)",
-    }
 
 
 def _measurements(found: Measurements) -> dict[str, str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lz_compile.ground import health
 from lz_compile.ground.events import Event
 from lz_compile.ground.reasons import Reason
-from lz_compile.ground.records import Record, plain
+from lz_compile.ground.records import Record, Shown, plain
 from lz_compile.passes.graph.refusal import module_of, modules_of
 from lz_compile.report.findings import LayersReport, LoopReport, MissReport, ModuleReport
 from lz_compile.report.graph_text import statements
@@ -21,7 +21,7 @@ from lz_compile.runtime.policy import policy
 from lz_compile.runtime.problem.decision_tree import told
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, Group, RenderResult
+    from rich.console import Group
     from torch import fx
 
     from lz_compile.passes.rewriting.match import Match
@@ -151,8 +151,10 @@ class GraphReport(Record):
 
 
 @dataclass
-class Report(Record):
+class Report(Record, Shown):
     """The reports of several graphs; ``rich.print(report)`` prints a screen, ``rich.print(report.in_full())`` everything."""
+
+    shown_by = "lz_compile.report.summary:summary"
 
     graphs: list[GraphReport]
 
@@ -221,12 +223,6 @@ class Report(Record):
         from lz_compile.report.render import tables
 
         return Group(*tables(self))
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """A line for each kind of match, near misses by cause, loops, events and time."""
-        from lz_compile.report.summary import summary
-
-        yield from summary(self)
 
 
 _reports: list[GraphReport] = []

@@ -33,7 +33,7 @@ from lz_compile.errors import ArgumentError, ArtifactError
 from lz_compile.ground import events, store
 from lz_compile.ground.files import cache_directory, path_given, write_whole
 from lz_compile.ground.machine import code_runs_on, environment
-from lz_compile.ground.records import Record
+from lz_compile.ground.records import Record, Shown
 from lz_compile.lowering import dynamo
 from lz_compile.runtime.measure import perfdb
 from lz_compile.runtime.measure.perf_record import PerfRecord
@@ -42,7 +42,6 @@ from lz_compile.runtime.policy import policy
 if TYPE_CHECKING:
     import os
 
-    from rich.console import Console, ConsoleOptions, RenderResult
 
 FORMAT = 1
 #: What reading a damaged archive raises; RuntimeError stands for what is encrypted.
@@ -106,8 +105,10 @@ class Part(Record):
 
 
 @dataclass(frozen=True)
-class Artifacts(Record):
+class Artifacts(Record, Shown):
     """What is in a file of artifacts."""
+
+    shown_by = "lz_compile.report.render:artifacts"
 
     path: str
     parts: tuple[Part, ...]
@@ -116,12 +117,6 @@ class Artifacts(Record):
     def left_out(self) -> int:
         """How many members are of no use here."""
         return sum(sum(part.left_out.values()) for part in self.parts)
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """A row for each part."""
-        from lz_compile.report.render import artifacts
-
-        yield from artifacts(self)
 
 
 def save_artifacts(path: str | os.PathLike[str]) -> Artifacts:

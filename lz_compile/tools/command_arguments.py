@@ -93,13 +93,11 @@ def _add_report(command: argparse.ArgumentParser) -> None:
 
 
 def _add_operation(command: argparse.ArgumentParser) -> None:
-    """An operation, by its position or by name."""
     command.add_argument("operation", nargs="?", help="attention (by default), attention.causal, norm.rms, rope, ...")
     command.add_argument("--op", metavar="OPERATION", help="the same by name instead of by position")
 
 
 def _add_tensors(command: argparse.ArgumentParser) -> None:
-    """What describes operands and attributes."""
     tensors = command.add_argument_group("operands")
     tensors.add_argument(
         "--shape", type=_shape, action=_Once, default=[], metavar="[NAME=]SHAPE",
@@ -166,7 +164,6 @@ class _Once(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, _: Any = None
     ) -> None:
-        """One more."""
         before = getattr(namespace, self.dest) or []
         if values[0] in [name for name, _ in before]:
             raise argparse.ArgumentError(self, f"expected {values[0] or 'one'} once, received it again")

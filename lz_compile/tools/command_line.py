@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_usage = isinstance(error, CommandError) or (
             isinstance(error, LayerZeroError) and isinstance(error, ValueError)
         )
-        sys.stderr.write(f"lz_compile: error: {_one_line(error)}\n")
+        kind = "" if isinstance(error, (ModelError, LayerZeroError)) else f"{type(error).__name__}: "
+        sys.stderr.write(f"lz_compile: error: {kind}{' '.join(str(error).split())}\n")
         return USAGE if is_usage else NOT_OK
 
 
@@ -76,11 +77,6 @@ def _events_in_one_line() -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.propagate = True
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, (CommandError, ModelError, LayerZeroError)) else f"{type(error).__name__}: {text}"
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import rich
 import torch
@@ -22,7 +22,7 @@ from lz_compile.ground import health
 from lz_compile.ground.events import Event
 from lz_compile.ground.hardware import Hardware, default_device, hardware
 from lz_compile.ground.reasons import Reason, first_line
-from lz_compile.ground.records import Record
+from lz_compile.ground.records import Record, Shown
 from lz_compile.lowering import ops
 from lz_compile.report.files import environment
 from lz_compile.report.report import reports
@@ -32,9 +32,6 @@ from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.problem.context import SelectionContext
 from lz_compile.tools import installation
 from lz_compile.tools.installation import CacheState, Compilers, Configuration, Library, Measurements
-
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
 
 SCHEMA_VERSION = "1.0"
 #: Installs into the Python that runs this.
@@ -70,11 +67,13 @@ class KernelState(Record):
 
 
 @dataclass(frozen=True)
-class DoctorReport(Record):
+class DoctorReport(Record, Shown):
     """The state of this installation; ``issues`` is empty where nothing is wrong.
 
     What could not be looked at is None or empty, and an issue ``CHECK_FAILED`` says why.
     """
+
+    shown_by = "lz_compile.report.render_installation:diagnosis"
 
     issues: tuple[Issue, ...]
     software: Mapping[str, str]
@@ -99,12 +98,6 @@ class DoctorReport(Record):
         told = super().to_dict()
         told["hardware"] = [{"device": device, **each.to_dict()} for device, each in self.hardware]
         return {"schema_version": SCHEMA_VERSION, **told, "policy": told.pop("configuration")}
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Issues first, then a table for each subject."""
-        from lz_compile.report.render_installation import diagnosis
-
-        yield from diagnosis(self)
 
 
 def doctor(print_report: bool = True, *, retry: bool = False) -> DoctorReport:

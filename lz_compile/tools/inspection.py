@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, overload
 
 import rich
 import torch
@@ -23,6 +23,7 @@ from lz_compile.ground import events
 from lz_compile.ground.events import Event
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Shown
 from lz_compile.lowering import frames
 from lz_compile.report.graph_breaks import GraphBreaks, Watch
 from lz_compile.report.report import GraphReport, Report
@@ -30,15 +31,14 @@ from lz_compile.runtime.choose.problem import Candidate, Decision, Problem
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.ranks.agree import decide
 
-if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-
 SCHEMA_VERSION = "1.0"
 
 
 @dataclass(frozen=True)
-class SelectionReport:
+class SelectionReport(Shown):
     """The kernel for one problem, why, and every candidate; ``policy`` is what the configuration says about it."""
+
+    shown_by = "lz_compile.report.render:selection"
 
     problem: Problem
     decision: Decision
@@ -81,12 +81,6 @@ class SelectionReport:
             "why": self.decision.why,
             "origin": self.chosen.estimate.origin,
         }
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """The problem, the choice and a table of candidates."""
-        from lz_compile.report.render import selection
-
-        yield from selection(self)
 
 
 def which(

@@ -9,10 +9,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from lz_compile.ground.hardware import default_device
 from lz_compile.ground.reasons import Reason, first_line
 from lz_compile.ground.records import Record
 from lz_compile.lowering import inductor, ops
-from lz_compile.runtime.kernels import capabilities, libraries, registry
+from lz_compile.runtime.kernels import libraries, registry
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.kernels.libraries import LazyFunction
 from lz_compile.runtime.measure import cost, perfdb
@@ -240,14 +241,8 @@ def measurements(policy_: Policy, device: torch.device) -> Measurements:
     with events.collect() as happened:
         database = perfdb.database(settings.path)
         statistics = database.statistics()
-        here = {operation: _count(database, operation, where) for operation in contexts.operations()}
-    known = {operation: count for operation, count in here.items() if count}
-    return Measurements(str(path), True, settings.enabled, where, known, statistics, tuple(happened), rates)
-
-
-def _count(database: perfdb.PerfDB, operation: str, where: str) -> int:
-    dtypes = [name for name in get_args(capabilities.Dtype) if name != capabilities.ANY]
-    return sum(len(database.lookup(operation, dtype, where)) for dtype in dtypes)
+        here = dict(sorted(Counter(each.operation for each in database.of([where])).items()))
+    return Measurements(str(path), True, settings.enabled, where, here, statistics, tuple(happened), rates)
 
 
 # ---- configuration ---------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from lz_compile.errors import ArtifactError, DispatchTableError
 from lz_compile.ground import health
 from lz_compile.ground.files import path_given
 from lz_compile.ground.hardware import default_device
-from lz_compile.ground.records import Record
+from lz_compile.ground.records import Record, Shown
 from lz_compile.ground.store import Store
 from lz_compile.lowering import ops
 from lz_compile.report.report import reports
@@ -36,8 +36,6 @@ from lz_compile.tools.diagnosis import Issue
 from lz_compile.tools.installation import Configuration
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
-
     from lz_compile.tools.serving import ServedState
 
 
@@ -51,8 +49,10 @@ _WARNINGS = frozenset(
 
 
 @dataclass(frozen=True)
-class ReadinessReport(Record):
+class ReadinessReport(Record, Shown):
     """Every check, in order; those that warn do not count against readiness."""
+
+    shown_by = "lz_compile.report.render_installation:readiness"
 
     checks: tuple[Check, ...]
 
@@ -64,12 +64,6 @@ class ReadinessReport(Record):
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
         return {"schema_version": SCHEMA_VERSION, "ok": self.ok, **super().to_dict()}
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """A row for each check."""
-        from lz_compile.report.render_installation import readiness
-
-        yield from readiness(self)
 
 
 def readiness_check(

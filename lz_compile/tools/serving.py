@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,7 +72,8 @@ class Padding:
         """The call at a larger size; ``names`` are those of arguments that are given by position."""
         args, kwargs = call
         fills: dict[str | int, float] = {
-            names[each] if _is_place(each, names) else each: fill for each, fill in self.values.items()
+            names[each] if isinstance(each, int) and each < len(names) else each: fill
+            for each, fill in self.values.items()
         }
 
         def longer(value: Any, fill: float) -> Any:
@@ -96,10 +97,6 @@ class Padding:
             ),
             result,
         )
-
-
-def _is_place(name: str | int, names: Sequence[str]) -> TypeGuard[int]:
-    return isinstance(name, int) and name < len(names)
 
 
 def _has(value: Any, dim: int) -> bool:
@@ -274,7 +271,7 @@ class Served:
         """
         calls = [(call, Modes.now()) for call in self._calls]
         calls += filter(None, map(untold, self._compiler.remembered.values()))
-        with bar() if progress else nullcontext(_no_bar) as show:
+        with bar() if progress else nullcontext(lambda *_: None) as show:
             for number, ((args, kwargs), modes) in enumerate(calls):
                 with modes.entered():
                     shape = self._shape(args, kwargs)
@@ -346,6 +343,3 @@ class Served:
             shape.state = "new"
             return "full"
         return "new"
-
-
-def _no_bar(_finished: int, _total: int, _what: str) -> None: ...

@@ -240,7 +240,9 @@ class Compiler:
     def __init__(
         self, model: Callable[..., Any], mode: str | None, options: Mapping[str, Any] | None, queued: int
     ) -> None:
-        self._model, self._mode, self._options = model, mode, {"compile_threads": _compile_threads(), **(options or {})}
+        # As many C++ compilers run at once as there are cores that no call uses.
+        compilers = max((os.cpu_count() or 1) - torch.get_num_threads(), 1)
+        self._model, self._mode, self._options = model, mode, {"compile_threads": compilers, **(options or {})}
         self._jobs: queue.Queue[Job | None] = queue.Queue(queued)
         self.turns, self.local, self.compile_s, self.is_stopped = Turns(), _Local(), 0.0, False
         self._store, self._key = Store("shapes"), key_of(model)
@@ -341,11 +343,6 @@ class Compiler:
             return
         self.remembered = {**self.remembered, hashlib.sha256(text.encode()).hexdigest()[:16]: told}
         self._store.save(self._key, dict(list(self.remembered.items())[-_MOST_REMEMBERED:]))
-
-
-def _compile_threads() -> int:
-    """How many C++ compilers run at once: as many as there are cores that no call uses."""
-    return max((os.cpu_count() or 1) - torch.get_num_threads(), 1)
 
 
 def apart(model: Callable[..., Any]) -> Callable[..., Any]:

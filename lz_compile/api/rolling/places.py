@@ -91,12 +91,10 @@ def _with_counters(body: list[ast.stmt], counters: dict[str, Counter], after: se
         for i, statement in enumerate(block):
             if isinstance(statement, ast.If):
                 statement.body, statement.orelse = meant(statement.body), meant(statement.orelse)
-            target = statement.targets[0] if isinstance(statement, ast.Assign) and len(statement.targets) == 1 else None
-            if (
-                not isinstance(statement, ast.Assign)
-                or not isinstance(target, ast.Name)
-                or changed.count(target.id) > 1
-            ):
+            if not isinstance(statement, ast.Assign) or len(statement.targets) > 1:
+                continue
+            (target,) = statement.targets
+            if not isinstance(target, ast.Name) or changed.count(target.id) > 1:
                 continue
             value, names = statement.value, loads(statement.value)
             (*counted,) = names & counters.keys()

@@ -108,7 +108,6 @@ class _Session:
         return ()
 
     def _kinds(self) -> Collection[type]:
-        """Classes of modules."""
         return ()
 
     def _twins(self, _function: types.FunctionType, _body: list[ast.stmt]) -> tuple[Part, ...]:

@@ -85,15 +85,10 @@ class Support:
         """Whether a loop is a scan where nothing is compiled: while it is tried, and where it is compiled by itself."""
         if self.is_tried:
             return key not in self.resting and self._is_tried(key, given())
-        if (
-            self.where(key) in self.parts
-            or not self.is_proven
-            or not self.is_eager
-            or self.is_random
-            or key not in self.tried
-        ):
+        may_be = self.is_proven and self.is_eager and not self.is_random and key in self.tried
+        if not may_be or self.where(key) in self.parts or self.compiled.get(key, self) is None:
             return False
-        return self.compiled.get(key, self) is not None and self._is_long(key, given())
+        return self._is_long(key, given())
 
     def takes(self, key: int, kind: str, modules: Sequence[torch.nn.Module]) -> bool:
         """Whether a loop is a scan where it is compiled: the like of it was proven, or is tried now."""
@@ -191,12 +186,9 @@ class Support:
             self.whole.update({(key, i): y.dtype for i, y in pairs if not y.dtype.is_floating_point})
             return carry, ys
         whole = [self.whole.get((key, i)) for i in there]
-        found: tuple[Any, Any] = self._compiled(
-            key, step, init, answers, items, steps, peels or key in self.peeled, whole, self.chunk
-        )
-        return found
+        return self._compiled(key, step, init, answers, items, steps, peels or key in self.peeled, whole, self.chunk)
 
-    def _compiled(self, key: int, step: Step, init: Any, answers: Any, items: Any, *given: Any) -> Any:
+    def _compiled(self, key: int, step: Step, init: Any, answers: Any, items: Any, *given: Any) -> tuple[Any, Any]:
         """The scan of a model that is not compiled; step by step where it cannot be."""
         if key not in self.compiled:
             code = scanned.__code__.replace()  # of its own: Dynamo counts how often it compiles one
@@ -205,7 +197,8 @@ class Support:
         run = self.compiled[key]
         try:
             assert run is not None, "one that failed is not rolled again"
-            return run(step, init, answers, items, *given)
+            carry, ys = run(step, init, answers, items, *given)
+            return carry, ys
         except Exception as error:  # noqa: BLE001  # whatever a compiler says, the steps are what they are
             self.compiled[key] = None
             text = (str(error).splitlines() or [""])[0]
@@ -230,7 +223,8 @@ class Support:
         for i in range(steps):
             told = answers[0 if i == 0 else 2 if i == steps - 1 else 1]
             with _NoEffects() if self.is_tried else nullcontext():  # type: ignore[no-untyped-call]  # torch leaves it so
-                carry, ys = step(*_fresh(carry), *told, *(_item(each, i, steps) for each in items))
+                held = pytree.tree_map(lambda each: each, carry)  # containers of their own, around the same tensors
+                carry, ys = step(*held, *told, *(_item(each, i, steps) for each in items))
             kinds.append(_kinds(carry))
             out.append(ys)
         if any(each is None for each in kinds[1:]):
@@ -267,7 +261,6 @@ class _NoEffects(TorchDispatchMode):
     """Refuses what has no results, such as the check that a matrix had an inverse: AOTAutograd (2.13) loses count of them."""
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call it."""
         if not operator._schema.returns and not operator._schema.is_mutable:
             raise NotRolledError(f"it calls {operator}, which gives nothing: PyTorch's scan cannot")
         return operator(*args, **(kwargs or {}))
@@ -283,13 +276,6 @@ def _kinds(found: Any) -> Any:
     if not all(each is None or isinstance(each, Tensor) for each in leaves):
         return None
     return str(spec), [None if each is None else (tuple(each.shape), each.dtype, each.device) for each in leaves]
-
-
-def _fresh(carry: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Containers of their own, around the same tensors."""
-    leaves, spec = pytree.tree_flatten(carry)
-    found: tuple[Any, ...] = pytree.tree_unflatten(leaves, spec)
-    return found
 
 
 def refusals(support: Support) -> Iterator[str]:

@@ -9,7 +9,6 @@ import functools
 import types
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from typing import Any
 
 from lz_compile.api.rolling.calls import Called
 from lz_compile.api.rolling.containers import Stacked, is_stacked_only
@@ -110,7 +109,6 @@ class _Editor:
         with_plain_names(tree)
 
     def edit(self) -> None:
-        """Edit the tree."""
         self._tree.body = self._block(self._tree.body, Scope({*self._given}, {*self._given}, after={*self._inner}))
 
     def _block(self, body: Sequence[ast.stmt], names: Scope) -> list[ast.stmt]:
@@ -124,8 +122,7 @@ class _Editor:
             if isinstance(statement, (ast.For, ast.While)):
                 found += self._loop(statement, names, rest)
             else:
-                is_tried = isinstance(statement, ast.Try) and _has_loop(statement)
-                if is_tried:
+                if isinstance(statement, ast.Try) and _has_loop(statement):
                     self._refuse(NotRolledError("exceptions are caught around it", statement.lineno))
                 else:
                     self._blocks(statement, names)
@@ -186,7 +183,9 @@ class _Editor:
                 made_by, value = names.repeated[name]
                 replace_value(made_by, value, placed(call_of("repeated", value.left, value.right), value))
             rest[:] = [Stacked(name).visit(each) for each in rest]
-        given = ast.Lambda(_NO_ARGUMENTS, _tuple([*_given(loop), *_facts(loop), _self(self._tree)]))
+        is_method = [each.arg for each in self._tree.args.args[:1]] == ["self"]
+        owner = ast.Name("self", ast.Load()) if is_method else ast.Constant(None)
+        given = ast.Lambda(_NO_ARGUMENTS, _tuple([*_given(loop), *_facts(loop), owner]))
         test = call_of("rolls", ast.Constant(key), ast.Constant(self._where(node)), given)
         rolled = [*_scan(loop, key, rows), *(_last(each, loop, node) for each in loop.behind)]
         rolled = with_states(rolled, states, self._where(node))
@@ -226,7 +225,7 @@ def _scan(loop: Loop, key: int, rows: set[str]) -> list[ast.stmt]:
     ]
     arguments = ast.arguments([], [ast.arg(each) for each in params], None, [], [], None, [])
     targets = [
-        ast.Assign([_stored(target)], ast.Name(f"{PREFIX}s{i}", ast.Load()))
+        ast.Assign([copy.deepcopy(target)], ast.Name(f"{PREFIX}s{i}", ast.Load()))
         for i, (target, _) in enumerate(loop.streams)
     ]
     ys = [_under(ast.Name(f"{PREFIX}y{i}", ast.Load()), each) for i, each in enumerate(loop.written)]
@@ -308,12 +307,6 @@ def _last(counter: Counter, loop: Loop, node: ast.For | ast.While) -> ast.stmt:
     return ast.Assign([ast.Name(counter.name, ast.Store())], call)
 
 
-def _self(tree: ast.FunctionDef) -> ast.expr:
-    """The module whose method it is, if it is one."""
-    first = tree.args.args[0].arg if tree.args.args else ""
-    return ast.Name("self", ast.Load()) if first == "self" else ast.Constant(None)
-
-
 def _why_not(function: types.FunctionType, tree: ast.FunctionDef) -> str:
     """What keeps all loops of a function as they are."""
     own = stores(tree) | {each.arg for each in ast.walk(tree.args) if isinstance(each, ast.arg)}
@@ -348,10 +341,6 @@ def _tuple(items: Sequence[ast.expr], context: ast.expr_context | None = None) -
     return ast.Tuple(list(items), context or ast.Load())
 
 
-def _stored(target: ast.expr) -> ast.expr:
-    return copy.deepcopy(target)
-
-
 def _compiled(function: types.FunctionType, tree: ast.FunctionDef, support: Support) -> types.FunctionType:
     """A function of a tree, over the globals, cells and defaults of the old one."""
     free = function.__code__.co_freevars
@@ -376,13 +365,9 @@ def _compiled(function: types.FunctionType, tree: ast.FunctionDef, support: Supp
     code = code.replace(co_name=function.__code__.co_name)
     found = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, closure)
     found.__kwdefaults__ = function.__kwdefaults__
-    _dress(found, function)
+    functools.update_wrapper(found, function)
+    del found.__wrapped__  # type: ignore[attr-defined]  # Dynamo would look through to the source
     return found
-
-
-def _dress(made: Callable[..., Any], like: Callable[..., Any]) -> None:
-    functools.update_wrapper(made, like)
-    del made.__wrapped__  # type: ignore[attr-defined]  # Dynamo would look through to the source
 
 
 def _future(function: types.FunctionType) -> int:

@@ -135,11 +135,8 @@ def with_plain_names(tree: ast.FunctionDef) -> None:
             uses = _Uses(target.id, found[1], keeps=found[2])
             uses.visit(copy.deepcopy(tree))
             is_given = target.id in {each.arg for each in ast.walk(tree.args) if isinstance(each, ast.arg)}
-            if (
-                not is_given
-                and sum(isinstance(each.ctx, ast.Store) for each in names) == 1
-                and uses.count == len(names) - 1
-            ):
+            is_made_once = not is_given and sum(isinstance(each.ctx, ast.Store) for each in names) == 1
+            if is_made_once and uses.count == len(names) - 1:
                 uses.visit(tree)
                 replace_value(statement, value, found[0])
 

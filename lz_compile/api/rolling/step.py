@@ -141,15 +141,10 @@ def _joined(name: str, value: ast.expr) -> tuple[ast.expr, ast.expr] | None:
         return None
     named = {each.arg: each.value for each in value.keywords}
     dim = value.args[1] if len(value.args) == 2 else named.pop("dim", ast.Constant(0))
-    parts = value.args[0] if value.args else None
-    if (
-        named
-        or not isinstance(parts, (ast.List, ast.Tuple))
-        or len(parts.elts) != 2
-        or not is_name(parts.elts[0], name)
-    ):
-        return None
-    return parts.elts[1], dim
+    match value.args[:1]:
+        case [ast.List(elts=[first, joined]) | ast.Tuple(elts=[first, joined])] if not named and is_name(first, name):
+            return joined, dim
+    return None
 
 
 class Branches(ast.NodeTransformer):

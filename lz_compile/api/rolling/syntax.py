@@ -63,13 +63,9 @@ def changed_in_place(*nodes: ast.AST) -> set[str]:
     """Names of what is changed as it is: by ``h += x``, an assignment to its items, or ``h.add_(x)``."""
     found = set()
     for each in (each for node in nodes for each in ast.walk(node)):
-        if (
-            isinstance(each, ast.Call)
-            and isinstance(each.func, ast.Attribute)
-            and isinstance(each.func.value, ast.Name)
-        ):
-            name = each.func.attr
-            found |= {each.func.value.id} if name.endswith("_") and not name.endswith("__") else set()
+        match each:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=owner), attr=name)):
+                found |= {owner} if name.endswith("_") and not name.endswith("__") else set()
         target = each.target if isinstance(each, ast.AugAssign) else each
         if target is each and not (isinstance(each, ast.Subscript) and isinstance(each.ctx, ast.Store)):
             continue

@@ -69,9 +69,8 @@ def rolls(known: Support, key: int, place: str, given: Callable[[], Facts]) -> b
 
     Its place is a literal of the source: Dynamo takes nothing else for a constant, in every version.
     """
-    if (
-        not compiler.is_compiling()
-    ):  # the module's name: Dynamo traces no function of its own that has none of PyTorch's
+    # By the module's name: Dynamo traces no function of its own that has none of PyTorch's.
+    if not compiler.is_compiling():
         return known.rolls(key, given)
     if known.state == LOOPS:
         return False

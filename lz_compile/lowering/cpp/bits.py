@@ -1,6 +1,7 @@
 """C++ on words of bits: intersected and counted in one pass, listed, scored, applied to logits.
 
-By one thread: what is this short would mostly wait for others to wake up, and on a busy machine for milliseconds.
+By one thread: what is this short would mostly wait for others to wake up, and on a busy machine for milliseconds. Every
+function raises a RuntimeError where there is no C++ compiler, or it refuses the source.
 """
 
 from __future__ import annotations
@@ -118,14 +119,10 @@ def intersect(masks: Sequence[torch.Tensor], last: int) -> tuple[torch.Tensor, i
     Args:
         masks: at least one, all of the same length.
         last: the bits of the last word that count.
-
-    Raises:
-        RuntimeError: there is no C++ compiler, or it refuses the source.
     """
     words = torch.empty_like(masks[0])
     pointers = (ctypes.c_void_p * len(masks))(*[mask.data_ptr() for mask in masks])
-    found: int = _library().intersect(pointers, len(masks), words.numel(), last, words.data_ptr())
-    return words, found
+    return words, _library().intersect(pointers, len(masks), words.numel(), last, words.data_ptr())
 
 
 def zeros(count: int) -> torch.Tensor:
@@ -141,9 +138,6 @@ def set_bits(words: torch.Tensor, last: int) -> torch.Tensor:
     Args:
         words: flat.
         last: the bits of the last word that count.
-
-    Raises:
-        RuntimeError: there is no C++ compiler, or it refuses the source.
     """
     own, found = intersect([words], last)
     places = torch.empty(found, dtype=torch.int32)
@@ -158,9 +152,6 @@ def weigh(tokens: torch.Tensor, scores: Sequence[torch.Tensor], factors: Sequenc
         tokens: contiguous, on a CPU.
         scores: one or two, of one dtype, float32 or float64, contiguous, on a CPU.
         factors: of the scores.
-
-    Raises:
-        RuntimeError: there is no C++ compiler, or it refuses the source.
     """
     found = torch.empty(tokens.numel(), dtype=torch.float32)
     (first, second), (a, b) = (scores, factors) if len(scores) == 2 else ((scores[0],) * 2, (factors[0], 0.0))
@@ -181,9 +172,6 @@ def apply(
 
     Returns:
         these logits, and the rows of them that are no distribution.
-
-    Raises:
-        RuntimeError: there is no C++ compiler, or it refuses the source.
     """
     logits, size = logits.contiguous(), logits.shape[-1]
     found = torch.empty_like(logits)
@@ -198,7 +186,7 @@ def apply(
 def _library() -> Any:
     library = cpp_builds.load_cpp(
         _SOURCE, ["-ftree-loop-vectorize"]
-    )  # which Inductor, that writes vectors itself, turns off
+    )  # Inductor, that writes vectors itself, has it off
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     library.intersect.argtypes = [pointer, number, number, ctypes.c_uint32, pointer]
     library.intersect.restype = number

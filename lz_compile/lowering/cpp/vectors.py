@@ -99,11 +99,7 @@ INLINE Block splat(Acc x) {
   for (int64_t n = 0; n < kVectors; ++n) out.v[n] = Vec{} + x;
   return out;
 }
-INLINE Block zero() {
-  Block out;
-  for (int64_t n = 0; n < kVectors; ++n) out.v[n] = Vec{};
-  return out;
-}
+INLINE Block zero() { return splat(0); }
 INLINE void add(Block& to, const Block& x) { for (int64_t n = 0; n < kVectors; ++n) to.v[n] += x.v[n]; }
 INLINE void add(Block& to, Acc x) { for (int64_t n = 0; n < kVectors; ++n) to.v[n] += x; }
 INLINE void subtract(Block& to, const Block& x) { for (int64_t n = 0; n < kVectors; ++n) to.v[n] -= x.v[n]; }

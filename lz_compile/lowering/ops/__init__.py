@@ -8,7 +8,7 @@ What each has, and some have:
     KINDS                 what operands are that are no tensors of floating-point numbers of 16 bits or more
     LENGTHS               dimensions that differ from call to call: a proof holds up to a bound of theirs
     DIFFERENTIABLE        the operands, the first ones, that opaque kernels give gradients of
-    VARIANTS              of the operation, with what makes each: VARIANT_ATTRIBUTES
+    VARIANT_ATTRIBUTES    the variants of the operation, with what makes each
     EAGER_KERNEL          what an eager call runs where nothing is better; without one there are no eager calls
     EXACT_DIMS            sizes that a measurement must have exactly
     BUCKETED_DIMS         those that it may differ in within a bucket; a product is one size

@@ -25,10 +25,10 @@ import torch
 
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
+from lz_compile.lowering.bands import Band
 from lz_compile.lowering.operands import MisfitError, operands
 from lz_compile.lowering.sample import Asked, sampler
 
-VARIANTS = ("causal", "full")
 LAYOUT = "BHSD"
 LIBRARY_LAYOUTS = ("BSHD", "NHD")
 EAGER_KERNEL = "torch.sdpa"
@@ -229,12 +229,16 @@ def merged_mask(x: Operands, attrs: AttentionAttrs) -> torch.Tensor | None:
 def features(attrs: AttentionAttrs, facts: AttentionFacts) -> dict[str, str]:
     """What a kernel must support for this attention: feature name (``supports`` in descriptors) and what asks for it."""
     symbolic = [name for name in ("query_len", "key_len") if not isinstance(getattr(facts, name), int)]
-    keeps_nan = not attrs.nan_is_open
-    band = attrs.limits
+    keeps_nan, keeps_masked = not attrs.nan_is_open, attrs.selects_masked and not attrs.nan_is_open
+    has_band, band = attrs.limits is not None, attrs.limits or Band()
+    is_window = has_band and (band.lower is not None or band.upper != 0)
+    is_cut_short = has_band and not band.at_end and facts.query_len != facts.key_len
     lengths = f"{facts.query_len} queries and {facts.key_len} keys"
     masks = attrs.has_mask or attrs.has_bias or attrs.has_slopes or attrs.has_documents or attrs.band is not None
     empties = attrs.bias_can_mask or (attrs.masked_rows in ("mean", "zero") and (attrs.has_mask or attrs.has_documents))
     drops_keys = attrs.has_mask and attrs.masks_keys
+    is_rough = keeps_nan and facts.device == "cpu" and not masks
+    has_few_keys = is_rough and isinstance(facts.key_len, int) and facts.key_len < FEW_KEYS
     needed = {
         "causal": attrs.hides_future and "a causal mask",
         "gqa": attrs.enable_gqa and f"{facts.heads} query heads share {facts.kv_heads} key heads",
@@ -242,40 +246,26 @@ def features(attrs: AttentionAttrs, facts: AttentionFacts) -> dict[str, str]:
         "float_mask": attrs.has_bias and "an additive mask or bias",
         "alibi": attrs.has_slopes and "a bias that is linear in the distance (ALiBi)",
         "documents": attrs.has_documents and "documents that do not see each other",
-        "sliding_window": band is not None
-        and (band.lower is not None or band.upper != 0)
-        and f"a window from {band.lower} to {band.upper} around each query",
+        "sliding_window": is_window and f"a window from {band.lower} to {band.upper} around each query",
         "dropout": attrs.dropout_p > 0 and f"dropout of {attrs.dropout_p:g}",
         "softcap": attrs.softcap is not None and f"scores capped at {attrs.softcap}",
         "sinks": attrs.has_sinks and "an attention sink in the softmax",
         "masked_row_fill": attrs.masked_rows == "fill" and "fills of masked scores that differ within a row",
-        "masked_nan": keeps_nan
-        and attrs.selects_masked
+        "masked_nan": keeps_masked
         and attrs.has_mask
         and not drops_keys
         and "a mask that drops scores even where they are NaN",
-        "masked_nan_keys": keeps_nan
-        and attrs.selects_masked
-        and drops_keys
-        and "a mask that drops keys even where they are NaN",
+        "masked_nan_keys": keeps_masked and drops_keys and "a mask that drops keys even where they are NaN",
         "nan_rows": keeps_nan and attrs.zeroes_nan and "zeros for rows of NaN",
-        "nan_in_few_keys": keeps_nan
-        and facts.device == "cpu"
-        and not masks
-        and isinstance(facts.key_len, int)
-        and facts.key_len < FEW_KEYS
-        and f"NaN in rows of {facts.key_len} keys",
+        "nan_in_few_keys": has_few_keys and f"NaN in rows of {facts.key_len} keys",
         "training": facts.needs_grad and "gradients",
         "masked_row_gradient": facts.needs_grad and empties and "gradients of rows whose every key is masked",
         "bias_gradient": facts.bias_needs_grad and "a gradient of the bias",
         "wide_bias": facts.bias_is_wide and facts.device != "cpu" and "a bias that is wider than the operands",
         "value_dim": facts.value_dim != facts.head_dim and f"head dim {facts.head_dim}, value dim {facts.value_dim}",
-        "causal_rectangular": band is not None
-        and not band.at_end
-        and facts.query_len != facts.key_len
-        and f"positions counted from the first of {lengths}",
-        "causal_at_end": band is not None and band.at_end and f"positions counted from the last of {lengths}",
-        "dynamic_causal": band is not None and symbolic and f"a causal mask with symbolic {' and '.join(symbolic)}",
+        "causal_rectangular": is_cut_short and f"positions counted from the first of {lengths}",
+        "causal_at_end": band.at_end and f"positions counted from the last of {lengths}",
+        "dynamic_causal": has_band and symbolic and f"a causal mask with symbolic {' and '.join(symbolic)}",
     }
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 

@@ -20,7 +20,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
@@ -37,7 +37,6 @@ Normalised: TypeAlias = Literal["none", "softmax", "log_softmax"]
 #: A number, or a tensor without dimensions.
 Scalar: TypeAlias = float | torch.Tensor
 
-VARIANTS = ("convex", "residual", "channel", "confidence", "logit", "soft_gate", "margin")
 LAYOUT = "NCS"
 EAGER_KERNEL = "torch.blend"
 EXACT_DIMS: tuple[str, ...] = ()
@@ -66,11 +65,6 @@ class BlendAttrs(OpAttributes):
     normalised: Normalised = "none"
     compute_dtype: torch.dtype = torch.float32
     out_dtype: torch.dtype = torch.float32
-
-    @property
-    def variant(self) -> str:
-        """The mode."""
-        return self.mode
 
 
 Attributes = BlendAttrs
@@ -104,7 +98,7 @@ SHAPES: Mapping[str, str] = {
 }
 #: What operands are that are no tensors of floating-point numbers, or may be numbers.
 KINDS: Mapping[str, str] = dict.fromkeys(("alpha", "gain", "offset", "low", "high"), "scalar")
-VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {each: {"mode": each} for each in VARIANTS}
+VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {each: {"mode": each} for each in get_args(Mode)}
 TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
     "num_rows": (64,),
     "num_channels": (256, 1024),
@@ -290,7 +284,6 @@ def features(attrs: BlendAttrs, facts: BlendFacts) -> dict[str, str]:
 
 
 def _written(attrs: BlendAttrs, *given: torch.Tensor) -> torch.Tensor:
-    """The op as models spell it."""
     operands = _named(attrs, given)
     if "logits" in operands:
         top = operands["logits"].topk(2, dim=-1).values
@@ -331,7 +324,7 @@ def sample(asked: Asked) -> Sample:
         return Operands(**_named(attrs, given))
 
     attrs = BlendAttrs(
-        mode=variant,  # type: ignore[arg-type]  # one of VARIANTS, which are the modes
+        mode=variant,  # type: ignore[arg-type]  # its variants are the modes
         is_residual=variant == "residual",
         has_gate=variant in ("confidence", "margin"),
         has_host_weight=variant == "soft_gate",

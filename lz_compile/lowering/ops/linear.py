@@ -40,7 +40,6 @@ FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Fewer columns than this fill no vector register.
 FEW_COLUMNS = 8
 
-VARIANTS = ("quantised",)
 LAYOUT = "NK"
 EXACT_DIMS = ("in_features", "out_features")
 BUCKETED_DIMS = (("num_rows",),)
@@ -67,11 +66,6 @@ class LinearAttrs(OpAttributes):
     is_native: bool = False
     compute_dtype: torch.dtype = torch.float32
     out_dtype: torch.dtype = torch.float32
-
-    @property
-    def variant(self) -> str:
-        """The only one."""
-        return "quantised"
 
 
 Attributes = LinearAttrs
@@ -166,8 +160,7 @@ def reference(x: Operands, attrs: LinearAttrs) -> torch.Tensor:
     """
     wide = torch.promote_types(torch.promote_types(x.input.dtype, attrs.compute_dtype), torch.float32)
     bias = None if x.bias is None else x.bias.to(wide)
-    found: torch.Tensor = torch.nn.functional.linear(ordered(x).to(wide), dequantised(x, attrs, wide), bias)
-    return found.to(attrs.out_dtype)
+    return torch.nn.functional.linear(ordered(x).to(wide), dequantised(x, attrs, wide), bias).to(attrs.out_dtype)
 
 
 def ordered(x: Operands) -> torch.Tensor:
@@ -254,5 +247,4 @@ def sample(asked: Asked) -> Sample:
 
 
 def _written(attrs: LinearAttrs, given: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The op as models spell it."""
     return torch.nn.functional.linear(given, weight.to(given.dtype) * scale).to(attrs.out_dtype)

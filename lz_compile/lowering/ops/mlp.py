@@ -41,7 +41,6 @@ ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mish": F.mish,
 }
 
-VARIANTS = ("gated", "plain")
 LAYOUT = "ND"
 EXACT_DIMS = ("intermediate_size",)
 TIMELESS_FEATURES: frozenset[str] = frozenset({"limit", "up_offset", *ACTIVATIONS})
@@ -73,11 +72,6 @@ class MlpAttrs(OpAttributes):
     def has_bias(self) -> bool:
         """Whether anything is added to the gate or to what it is multiplied by."""
         return self.has_gate_bias or self.has_up_bias
-
-    @property
-    def variant(self) -> str:
-        """``gated`` or ``plain``."""
-        return "gated" if self.is_gated else "plain"
 
 
 Attributes = MlpAttrs
@@ -144,8 +138,8 @@ def compute(x: Operands, attrs: MlpAttrs, dtype: torch.dtype) -> torch.Tensor:
         return result
     up = up if up_bias is None else up + up_bias
     up = up if attrs.limit is None else up.clamp(min=-attrs.limit, max=attrs.limit)
-    result = result * (up + attrs.up_offset if attrs.up_offset else up)
-    return result
+    found: torch.Tensor = result * (up + attrs.up_offset if attrs.up_offset else up)
+    return found
 
 
 def features(attrs: MlpAttrs, facts: MlpFacts) -> dict[str, str]:
@@ -164,7 +158,6 @@ def features(attrs: MlpAttrs, facts: MlpFacts) -> dict[str, str]:
 
 
 def _written(attrs: MlpAttrs, gate: torch.Tensor, up: torch.Tensor | None = None) -> torch.Tensor:
-    """The op as models spell it."""
     result = ACTIVATIONS[attrs.activation](gate)
     return result if up is None else result * up
 

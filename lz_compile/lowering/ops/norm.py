@@ -28,7 +28,6 @@ from lz_compile.lowering.sample import Asked, Sample, sampler
 #: Where ``eps`` stands: ``1 / sqrt(variance + eps)``, ``1 / (sqrt(variance) + eps)`` or ``1 / max(sqrt(variance), eps)``.
 EpsAt: TypeAlias = Literal["inside", "outside", "floor"]
 
-VARIANTS = ("rms", "layer")
 LAYOUT = "ND"
 EAGER_KERNEL = "torch.norm"
 EXACT_DIMS = ("hidden_size",)
@@ -53,11 +52,6 @@ class NormAttrs(OpAttributes):
     compute_dtype: torch.dtype = torch.float32
     rounded_to: torch.dtype = torch.float32
     out_dtype: torch.dtype = torch.float32
-
-    @property
-    def variant(self) -> str:
-        """``rms`` or ``layer``."""
-        return "layer" if self.is_centred else "rms"
 
 
 Attributes = NormAttrs
@@ -140,7 +134,6 @@ def features(attrs: NormAttrs, facts: NormFacts) -> dict[str, str]:
 
 
 def _written(attrs: NormAttrs, given: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The op as models spell it."""
     row = given.float()
     row = row - row.mean(-1, keepdim=True) if attrs.is_centred else row
     row = row * torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + attrs.eps)

@@ -36,9 +36,8 @@ from lz_compile.lowering import operands as base
 from lz_compile.lowering.arange import arange
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import MisfitError, operands
-from lz_compile.lowering.sample import Sample
+from lz_compile.lowering.sample import Asked, Sample, sampler
 
-VARIANTS = ("decode", "ragged")
 LAYOUT = "NHD"
 #: Layouts beside the canonical one in which callers may have caches: heads before slots.
 CALL_LAYOUTS = ("HND",)
@@ -65,11 +64,6 @@ class PagedAttentionAttrs(OpAttributes):
     has_value_scale: bool = False
     has_first_keys: bool = False
     out_dtype: torch.dtype = torch.float32
-
-    @property
-    def variant(self) -> str:
-        """``decode`` where every request has one query."""
-        return "ragged" if self.is_ragged else "decode"
 
 
 Attributes = PagedAttentionAttrs
@@ -314,35 +308,25 @@ def features(attrs: PagedAttentionAttrs, facts: PagedAttentionFacts) -> dict[str
     return {name: text for name, text in needed.items() if isinstance(text, str)}
 
 
-def sample(
-    sizes: Mapping[str, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    variant: str = "decode",
-    is_training: bool = False,
-) -> Sample:
-    """A problem of given sizes (by the names that descriptors use): full requests in blocks that lie anywhere."""
-    requests, tokens, slots = sizes["num_requests"], sizes["num_queries"], sizes["block_size"]
-    blocks = -(-sizes["seq_len_k"] // slots)
+@sampler("decode")
+def sample(asked: Asked) -> Sample:
+    """A problem of given sizes: full requests in blocks that lie anywhere."""
+    variant, device = asked.variant, asked.device
+    requests, tokens, slots, keys = asked.of("num_requests", "num_queries", "block_size", "seq_len_k")
+    blocks = -(-keys // slots)
     table = torch.randperm(requests * blocks, device=device).to(torch.int32).reshape(requests, blocks)
-    lengths = torch.full((requests,), sizes["seq_len_k"], dtype=torch.int32, device=device)
-    shapes: list[tuple[int, ...]] = [
-        (requests if variant == "decode" else tokens, sizes["num_heads"], sizes["head_dim"])
-    ]
-    shapes += [(requests * blocks, slots, sizes["num_kv_heads"], sizes[each]) for each in ("head_dim", "value_dim")]
-    tensors = [torch.randn(each, device=device, dtype=torch.float32).to(dtype) for each in shapes]
-    tensors[0].requires_grad_(is_training)
+    lengths = torch.full((requests,), keys, dtype=torch.int32, device=device)
+    heads, kv_heads, *dims = asked.of("num_heads", "num_kv_heads", "head_dim", "value_dim")
+    query = asked.random(requests if variant == "decode" else tokens, heads, dims[0])
+    tensors = [query, *(asked.random(requests * blocks, slots, kv_heads, each, seeks=False) for each in dims)]
     given: tuple[torch.Tensor, ...] = (*tensors, table, lengths)
     if variant == "ragged":
         given = (*given, torch.linspace(0, tokens, requests + 1, device=device).to(torch.int32))
     x = Operands(*given)
-    named = {"T": len(tensors[0]), "R": requests, "Q": requests + 1, "M": blocks, "P": slots}
-    letters = zip(("Hq", "Hk", "D", "E"), ("num_heads", "num_kv_heads", "head_dim", "value_dim"), strict=True)
-    attrs, facts = from_operands(x, {**named, **{letter: sizes[name] for letter, name in letters}})
+    sizes = {"T": len(query), "R": requests, "Q": requests + 1, "M": blocks, "P": slots, "Hq": heads, "Hk": kv_heads}
+    attrs, facts = from_operands(x, {**sizes, "D": dims[0], "E": dims[1]})
     return Sample(given, attrs, facts, Operands, _written)
 
 
 def _written(attrs: PagedAttentionAttrs, *given: torch.Tensor) -> torch.Tensor:
-    """The op as models spell it."""
     return reference(Operands(*given), attrs)

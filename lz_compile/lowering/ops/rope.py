@@ -169,7 +169,6 @@ def features(attrs: RopeAttrs, facts: RopeFacts) -> dict[str, str]:
 
 
 def _written(attrs: RopeAttrs, given: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """The op as models spell it."""
     turned, kept = given[..., : attrs.rotary_dim], given[..., attrs.rotary_dim :]
     first, second = pairs(turned, attrs.is_interleaved)
     turned = turned * cos + joined(-second, first, attrs.is_interleaved) * sin

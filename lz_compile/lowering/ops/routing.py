@@ -35,7 +35,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
@@ -50,7 +50,6 @@ Arm: TypeAlias = Literal["none", "grad", "act"]
 #: What there is a gate for.
 Gate: TypeAlias = Literal["none", "rollout", "token"]
 
-VARIANTS = ("none", "grad", "act")
 LAYOUT = "GSD"
 EAGER_KERNEL = "torch.routing"
 EXACT_DIMS: tuple[str, ...] = ()
@@ -86,11 +85,6 @@ class RoutingAttrs(OpAttributes):
     threshold: float = 0.0
     compute_dtype: torch.dtype = torch.float32
     out_dtype: torch.dtype = torch.float32
-
-    @property
-    def variant(self) -> str:
-        """The arm."""
-        return self.arm
 
 
 Attributes = RoutingAttrs
@@ -138,7 +132,7 @@ SHAPES: Mapping[str, str] = {
 }
 #: What operands are that are no tensors of floating-point numbers.
 KINDS: Mapping[str, str] = {"rollout": "int64", "num_rollouts": "count"}
-VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {each: {"arm": each} for each in VARIANTS}
+VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {each: {"arm": each} for each in get_args(Arm)}
 TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
     "num_rollouts": (8,),
     "rollout_length": (512,),
@@ -273,8 +267,7 @@ def spread(rows: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
     if rows.dim() == 3:
         return rows
     beyond = torch.nn.functional.pad(rows, (0, 0, 0, 1), value=1.0)  # a token of no rollout has no gate
-    found: torch.Tensor = beyond[place]
-    return found
+    return beyond[place]
 
 
 def features(attrs: RoutingAttrs, facts: RoutingFacts) -> dict[str, str]:
@@ -321,7 +314,7 @@ def sample(asked: Asked) -> Sample:
     inputs += [torch.ones_like(inputs[6]).expand(rollouts, 1, rank).clone()] if variant == "grad" else []
     if variant == "grad":
         inputs[-1].requires_grad_(asked.is_training)
-    attrs = RoutingAttrs(variant, out_dtype=dtype)  # type: ignore[arg-type]  # one of VARIANTS, which are the arms
+    attrs = RoutingAttrs(variant, out_dtype=dtype)  # type: ignore[arg-type]  # its variants are the arms
     facts = RoutingFacts(rollouts, length, wide, out, rank, few, dtype, asked.device.type, asked.is_training)
 
     def canonical(*given: torch.Tensor) -> Operands:

@@ -31,7 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 
@@ -51,7 +51,6 @@ Result: TypeAlias = Literal["ids", "scores", "probs"]
 Ties: TypeAlias = Literal["all", "first", "last", "open"]
 TIES: tuple[Ties, ...] = ("all", "first", "last", "open")
 
-VARIANTS = ("ids", "scores", "probs")
 LAYOUT = "NV"
 EAGER_KERNEL = "torch.sampling"
 #: About what that takes where nothing fuses it, over Inductor's code for the same: priors are over the latter.
@@ -82,11 +81,6 @@ class SamplingAttrs(OpAttributes):
         """Of a sampling with the operands of these names."""
         limits: dict[str, Any] = {f"has_{name}": name in given for name in _LIMITS}
         return cls(result=result, is_random="seeds" in given, out_dtype=out_dtype, **limits)
-
-    @property
-    def variant(self) -> str:
-        """What is given back."""
-        return self.result
 
     @property
     def breaks_ties(self) -> bool:
@@ -135,7 +129,7 @@ SHAPES: Mapping[str, str] = {
 #: What the elements of operands are that are no floating-point numbers.
 KINDS: Mapping[str, str] = {"bitmask": "int32", "top_k": "int32", "seeds": "int64"}
 LENGTHS = ("N",)
-VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {each: {"result": each} for each in VARIANTS}
+VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {each: {"result": each} for each in get_args(Result)}
 TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {"num_rows": (1, 16), "vocab_size": (32000, 128000)}
 
 
@@ -328,7 +322,7 @@ def sample(asked: Asked) -> Sample:
     }
     if variant == "ids":
         given["seeds"] = torch.arange(rows, device=device)
-    attrs = SamplingAttrs.of(given, variant, asked.dtype)  # type: ignore[arg-type]  # one of VARIANTS, which are the results
+    attrs = SamplingAttrs.of(given, variant, asked.dtype)  # type: ignore[arg-type]  # its variants are the results
     facts = SamplingFacts(rows, vocab, asked.dtype, device.type, asked.is_training)
 
     def canonical(*tensors: torch.Tensor) -> Operands:

@@ -47,7 +47,6 @@ Reads: TypeAlias = Literal["after", "before"]
 #: What a decay is one factor for: nothing (there is none), the whole state, a row, a column, or a single element.
 DecayKind: TypeAlias = Literal["none", "scalar", "key", "value", "full"]
 
-VARIANTS = ("delta", "diagonal")
 LAYOUT = "BHTKV"
 EAGER_KERNEL = "torch.scan_sequential"
 EXACT_DIMS = ("key_dim", "value_dim", "rank", "reads")
@@ -90,11 +89,6 @@ class ScanAttrs(OpAttributes):
     out_dtype: torch.dtype = torch.float32
     state_dtype: torch.dtype = torch.float32
     drops: bool = False
-
-    @property
-    def variant(self) -> str:
-        """``delta`` where a step reads what it writes over, else ``diagonal``: rows and columns do not mix."""
-        return "delta" if self.erases else "diagonal"
 
 
 Attributes = ScanAttrs
@@ -211,11 +205,6 @@ def _check(x: Operands, sizes: Mapping[str, int]) -> None:
         raise MisfitError("scan", "an operand", "that has steps", "none")
 
 
-def structure_of(x: Operands) -> ScanStructure:
-    """Which terms a step over these operands has."""
-    return ScanStructure(factor_kind(x.decay), has_updates=x.left is not None, **x.has("state", "drive", "query"))
-
-
 def factor_kind(operand: torch.Tensor | None) -> DecayKind:
     """What a decay, or a summand, has one number for."""
     if operand is None:
@@ -230,10 +219,12 @@ def facts_of(x: Operands) -> ScanFacts:
     """The facts of a scan over tensors; raises what :func:`sizes_of` does."""
     return ScanFacts(
         *sizes_of(x),
-        structure=structure_of(x),
+        structure=ScanStructure(
+            factor_kind(x.decay), has_updates=x.left is not None, **x.has("state", "drive", "query")
+        ),
         dtype=common_dtype(x),
         device=x.like.device.type,
-        needs_grad=torch.is_grad_enabled() and any(each.requires_grad for each in x.given().values()),
+        needs_grad=x.wants_gradient(),
     )
 
 

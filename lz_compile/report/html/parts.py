@@ -230,7 +230,6 @@ class Kind:
 
 
 def _is_of_gradients(against: Sequence[Told]) -> bool:
-    """Whether nothing but gradients speaks against a kernel."""
     codes = [reason["code"] for reason in against]
     return bool(codes) and all(code == "TRAINING_UNSUPPORTED" or "GRADIENT" in code for code in codes)
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import UNSET, Meta, Struct, UnsetType
 
-from lz_compile.errors import CapabilitiesError, FormulaError, nearest
+from lz_compile.errors import CapabilitiesError, FormulaError, no_such
 from lz_compile.ground import formulas
 from lz_compile.ground.files import TooLargeError, read_bounded
 from lz_compile.lowering import ops
@@ -246,8 +246,7 @@ def _problems(descriptor: Descriptor) -> Iterator[str]:
     """What the types of the fields cannot say."""
     for operation in descriptor.ops:
         if operation != ANY and operation not in operations():
-            hint = nearest(operation, operations())
-            yield f"no operation '{operation}'{hint}; valid are {', '.join(operations())}"
+            yield no_such("operation", operation, operations())
             return
         for kernel in descriptor.ops[operation] if operation != ANY else ():
             yield from _layout_problems(operation.partition(".")[0], kernel)
@@ -280,7 +279,7 @@ def _kernel_problems(op: str, kernel: Kernel) -> Iterator[str]:
     named = {("prior", name) for row in kernel.prior for name in row.limits}
     named |= {("multiples", name) for name in kernel.multiples}
     for field, name in sorted(each for each in named if each[1] not in dim_names(op)):
-        yield f"{field}: no size '{name}'{nearest(name, dim_names(op))}; valid are {', '.join(dim_names(op))}"
+        yield f"{field}: {no_such('size', name, dim_names(op))}"
     grid = kernel.grid or Grid("0")
     for formula in (kernel.workspace, grid.x, grid.y, grid.z, grid.threads):
         if formula is not None:
@@ -295,7 +294,7 @@ def _layout_problems(op: str, kernel: Kernel) -> Iterator[str]:
     module = ops.module(op)
     valid = (module.LAYOUT, *getattr(module, "LIBRARY_LAYOUTS", ()))
     for name in sorted({*kernel.requires_layouts} - {ANY, *valid}):
-        yield f"{kernel.kernel_id}: no layout '{name}'{nearest(name, valid)}; valid are {', '.join(valid)}"
+        yield f"{kernel.kernel_id}: {no_such('layout', name, valid)}"
 
 
 def schema() -> dict[str, Any]:

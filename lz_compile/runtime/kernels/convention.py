@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from lz_compile.errors import RegistrationError, nearest
+from lz_compile.errors import RegistrationError, nearest, no_such
 from lz_compile.lowering import ops
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.kernel_operator import Kernel, kernel_operator
@@ -125,8 +125,7 @@ class Form:
     def _check(self, feature: str) -> None:
         is_attention = self.operation.partition(".")[0] == "attention"
         if is_attention and feature not in FEATURES:
-            hint = nearest(feature, list(FEATURES))
-            raise RegistrationError(self.kernel_id, f"no feature '{feature}'{hint}; valid are {', '.join(FEATURES)}")
+            raise RegistrationError(self.kernel_id, no_such("feature", feature, FEATURES))
         if feature in _GRADIENTS and not self.is_traceable:
             text = f"'{feature}' needs is_traceable=True: a function that runs as one call has no gradient"
             raise RegistrationError(self.kernel_id, text)

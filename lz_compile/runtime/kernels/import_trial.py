@@ -131,6 +131,8 @@ class ImportTrial:
         return "imports", ""
 
     def _in_a_new_process(self) -> tuple[Outcome, str]:
+        from lz_compile.lowering import child
+
         ours = str(Path(__file__).resolve().parents[3])
         given = json.dumps([[*sys.path, ours], *self._names, int(NEW_S) + _ORPHAN_S])
         with tempfile.TemporaryFile() as said:
@@ -156,8 +158,7 @@ class ImportTrial:
             return "imports", ""
         if code == _RAISED:
             return "raises", text.rpartition("\n")[2]
-        ending = f"ended its process with code {code}" if code > 0 else f"ended its process by {_signal(-code)}"
-        return "ends its process", f"{ending}{': ' if text else ''}{text[-MOST_TOLD:]}"
+        return "ends its process", f"{child.ending(code)}{': ' if text else ''}{text[-MOST_TOLD:]}"
 
 
 def _quietly(run: Callable[[], Any], error_stream: int) -> None:
@@ -174,10 +175,3 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL) if hasattr(os, "killpg") else process.kill()
     process.wait()
-
-
-def _signal(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"

@@ -12,7 +12,7 @@ from typing import Any, TypeVar, get_args
 
 import torch
 
-from lz_compile.errors import RegistrationError, UnknownOperationError, nearest
+from lz_compile.errors import RegistrationError, UnknownOperationError, no_such
 from lz_compile.ground import health
 from lz_compile.ground.hardware import GENERATIONS, INSTRUCTION_SETS
 from lz_compile.ground.reasons import Reason
@@ -137,8 +137,9 @@ def register_kernel(
 def _about_unknown(name: str) -> str:
     if name in WITHOUT_MEANING:
         return f"'{name}' has no meaning here: {WITHOUT_MEANING[name]}. Leave it out"
-    valid = [each for each in inspect.signature(register_kernel).parameters if each != "unknown"]
-    return f"no argument '{name}'{nearest(name, valid)}; valid are {', '.join(valid)}"
+    return no_such(
+        "argument", name, (each for each in inspect.signature(register_kernel).parameters if each != "unknown")
+    )
 
 
 def _spec(
@@ -242,7 +243,5 @@ def _names(kernel_id: str, argument: str, value: Any) -> list[str]:
 def _known(kernel_id: str, what: str, names: list[str], valid: Sequence[str]) -> list[str]:
     for name in names:
         if not isinstance(name, str) or name not in valid:
-            raise RegistrationError(
-                kernel_id, f"no {what} '{name}'{nearest(str(name), list(valid))}; valid are {', '.join(valid)}"
-            )
+            raise RegistrationError(kernel_id, no_such(what, name, valid))
     return names

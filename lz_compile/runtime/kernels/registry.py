@@ -12,7 +12,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -300,19 +300,9 @@ def list_kernels(operation: str | None = None) -> list[KernelInfo]:
 
 
 def _info(spec: KernelSpec) -> KernelInfo:
-    return KernelInfo(
-        kernel_id=spec.kernel_id,
-        operation=spec.operation,
-        source=spec.source,
-        version=spec.version,
-        platforms=tuple(sorted(spec.platforms)),
-        dtypes=tuple(sorted(spec.dtypes)),
-        supports=tuple(sorted(spec.supports)),
-        priority=spec.priority,
-        is_opaque=spec.is_opaque,
-        provenance=spec.provenance,
-        unavailable=spec.availability(),
-    )
+    told = {each.name: getattr(spec, each.name) for each in fields(KernelInfo) if each.name != "unavailable"}
+    told |= {name: tuple(sorted(told[name])) for name in ("platforms", "dtypes", "supports")}
+    return KernelInfo(**told, unavailable=spec.availability())
 
 
 # ---- plugins ---------------------------------------------------------------------------------------------------------

@@ -126,18 +126,14 @@ def fragments(match: Mapping[str, Any]) -> Iterator[str]:
 
 def meets(entries: Any, match: Mapping[str, Any]) -> bool:
     """Whether ``entries`` has those of ``match``, both as JSON gives them; a mapping in it is met entry by entry too."""
-    if not isinstance(entries, dict):
+    if not isinstance(entries, dict) or not match.keys() <= entries.keys():
         return False
-    for name, value in match.items():
-        if name not in entries:
-            return False
-        found = entries[name]
-        if isinstance(value, Mapping):
-            is_met = meets(found, value)
-        elif isinstance(value, list):
-            is_met = _encode(found) == _encode(value)
-        else:
-            is_met = type(found) is type(value) and found == value  # 1 is neither true nor 1.0
-        if not is_met:
-            return False
-    return True
+    return all(_is_met(entries[name], value) for name, value in match.items())
+
+
+def _is_met(found: Any, value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return meets(found, value)
+    if isinstance(value, list):
+        return _encode(found) == _encode(value)
+    return type(found) is type(value) and bool(found == value)  # 1 is neither true nor 1.0

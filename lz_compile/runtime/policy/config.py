@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_type_hints
 import msgspec
 from msgspec import UNSET, Meta, UnsetType
 
-from lz_compile.errors import ConfigError, nearest
+from lz_compile.errors import ConfigError, no_such
 from lz_compile.ground.files import TooLargeError, read_bounded
 from lz_compile.runtime.policy import names, rules
 from lz_compile.runtime.policy.names import Invalid, dotted
@@ -167,7 +167,8 @@ def layer(data: object, origin: str, directory: Path) -> Layer:
     """
     keys = _converted(data)
     values = [Value(name, value, origin) for name, value in _values(keys, directory)]
-    return Layer(tuple(values), _locks(keys, origin), _sources(keys, origin), _rules(keys, origin))
+    sources = {name: getattr(keys, name) or [] for name in ("avoid_sources", "prefer_sources")}
+    return Layer(tuple(values), _locks(keys, origin), _statements(sources, origin), _rules(keys, origin))
 
 
 def _converted(data: object) -> Any:
@@ -177,9 +178,8 @@ def _converted(data: object) -> Any:
         text, _, location = str(error).partition(" - at `")
         path = _parsed(location.rstrip("`"))
         if unknown := re.fullmatch(r"Object contains unknown field `(.*)`", text, re.DOTALL):
-            valid = list(_struct(path).__struct_fields__)
-            hint = nearest(unknown[1], valid)
-            raise Invalid((*path, unknown[1]), f"no key '{unknown[1]}'{hint}; valid are {', '.join(valid)}") from None
+            valid = _struct(path).__struct_fields__
+            raise Invalid((*path, unknown[1]), no_such("key", unknown[1], valid)) from None
         if "key" in location.partition("$")[0]:
             raise Invalid(path, "expected keys that are text") from None
         if missing := re.fullmatch(r"Object missing required field `(.*)`", text):
@@ -233,19 +233,17 @@ def _values(keys: Any, directory: Path) -> Iterator[tuple[str, Any]]:
             continue
         if name == "tune_samples":
             yield f"perfdb.{name}", value
-            continue
-        if name == "distributed_selection":
+        elif name == "distributed_selection":
             yield "ranks.selection", _SELECTIONS[value]
-            continue
-        if isinstance(value, msgspec.Struct):
+        elif isinstance(value, msgspec.Struct):
             group = msgspec.structs.asdict(value)
             yield from (
                 (f"{name}.{leaf}", _path(v, directory) if leaf == "path" else v)
                 for leaf, v in group.items()
                 if v is not UNSET
             )
-            continue
-        yield name, value
+        else:
+            yield name, value
 
 
 def _path(value: object, directory: Path) -> str | None:
@@ -266,12 +264,6 @@ def _locks(keys: Any, origin: str) -> tuple[Lock, ...]:
         except Invalid as problem:
             raise problem.below("locks", operation) from None
     return tuple(found)
-
-
-def _sources(keys: Any, origin: str) -> tuple[Statement, ...]:
-    prefer = [] if keys.prefer_sources is UNSET else keys.prefer_sources
-    avoid = [] if keys.avoid_sources is UNSET else keys.avoid_sources
-    return _statements({"avoid_sources": avoid, "prefer_sources": prefer}, origin)
 
 
 def _statements(listed: Mapping[str, str | list[str]], origin: str) -> tuple[Statement, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from lz_compile.errors import nearest
+from lz_compile.errors import no_such
 from lz_compile.lowering import ops
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.kernels.kernel import KernelSpec
@@ -73,7 +73,7 @@ def ops_covered(pattern: str) -> list[str]:
     _check_text("an operation", pattern)
     found = sorted({name.partition(".")[0] for name in operations() if covers(pattern, name)})
     if not found:
-        raise Invalid((), _unknown("operation", pattern, sorted(operations())))
+        raise Invalid((), no_such("operation", pattern, sorted(operations())))
     return found
 
 
@@ -101,7 +101,7 @@ def checked_kernels(pattern: str) -> str:
     known = _kernels()
     if not any(covers_kernel(pattern, kernel) for kernel in known):
         valid = {kernel.kernel_id for kernel in known} | {source for kernel in known for source in sources_of(kernel)}
-        raise Invalid((), _unknown("kernel or source", pattern, sorted(valid)))
+        raise Invalid((), no_such("kernel or source", pattern, sorted(valid)))
     return pattern
 
 
@@ -117,7 +117,7 @@ def checked_source(pattern: str) -> str:
         return pattern
     if any(covers_kernel(kernel_named(pattern), kernel) for kernel in known):
         raise Invalid((), f"'{pattern}' names kernels, not a source; name them under 'prefer' or 'avoid' of a rule")
-    raise Invalid((), _unknown("source", pattern, valid))
+    raise Invalid((), no_such("source", pattern, valid))
 
 
 def locked(operation: str, kernel_id: str) -> str:
@@ -139,7 +139,7 @@ def locked(operation: str, kernel_id: str) -> str:
         valid = sorted(registry.kernels(op))
         if kernel_id not in valid:
             single = "; a lock names one kernel" if is_glob(kernel_id) else ""
-            raise Invalid((), _unknown("kernel", kernel_id, valid, f" for {op}") + single)
+            raise Invalid((), no_such("kernel", kernel_id, valid, f" for {op}") + single)
     return kernel_id
 
 
@@ -150,7 +150,3 @@ def _check_text(what: str, name: object) -> None:
 
 def _kernels() -> list[KernelSpec]:
     return [kernel for op in ops.names() for kernel in registry.kernels(op).values()]
-
-
-def _unknown(what: str, name: str, valid: list[str], where: str = "") -> str:
-    return f"no {what} '{name}'{where}{nearest(name, valid)}; valid are {', '.join(valid)}"

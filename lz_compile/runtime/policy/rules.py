@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from lz_compile.errors import nearest
+from lz_compile.errors import nearest, no_such
 from lz_compile.ground.hardware import GENERATIONS
 from lz_compile.lowering import ops
 from lz_compile.runtime.policy import names
@@ -120,7 +120,7 @@ def condition(key: str, wanted: Any) -> Numbers | Names:
     """
     valid = (*NAMED, *_numeric())
     if key not in valid:
-        raise Invalid((), f"no condition '{key}'{nearest(key, valid)}; valid are {', '.join(valid)}")
+        raise Invalid((), no_such("condition", key, valid))
     alternatives = list(wanted) if isinstance(wanted, Sequence) and not isinstance(wanted, str) else [wanted]
     if not alternatives:
         raise Invalid((key,), "expected at least one alternative, received an empty list")

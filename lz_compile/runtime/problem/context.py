@@ -160,7 +160,7 @@ def operations() -> tuple[str, ...]:
 @cache
 def variants(op: str) -> tuple[str, ...]:
     """The variants of an op, as ``causal`` and ``full`` of attention; its attributes say which one they are."""
-    return tuple(getattr(ops.module(op), "VARIANTS", ()))
+    return tuple(getattr(ops.module(op), "VARIANT_ATTRIBUTES", ()))
 
 
 def _operation(op: str, attributes: Any) -> str:

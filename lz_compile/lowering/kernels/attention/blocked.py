@@ -105,7 +105,6 @@ class _Block:
         return not self.over_scores.keys().isdisjoint({"mask", "bias", "query_documents"})
 
     def of_queries(self, start: int, stop: int) -> _Block:
-        """The queries from ``start`` to before ``stop``."""
         batch, heads, queries, keys = self.extents
         if (start, stop) == (0, queries):
             return self
@@ -122,7 +121,6 @@ class _Block:
         )
 
     def of_keys(self, first: int, last: int) -> _Block:
-        """The keys from ``first`` to before ``last``."""
         batch, heads, queries, keys = self.extents
         if (first, last) == (0, keys):
             return self
@@ -221,7 +219,6 @@ def _lowest(attrs: AttentionAttrs) -> float:
 
 
 def _scores(block: _Block, attrs: AttentionAttrs) -> torch.Tensor:
-    """Scaled, capped and biased."""
     query, key_t = block.query.to(attrs.score_dtype), block.key_t.to(attrs.score_dtype)
     if attrs.enable_gqa:
         query = query.flatten(1, 2)
@@ -242,7 +239,6 @@ def _scores(block: _Block, attrs: AttentionAttrs) -> torch.Tensor:
 
 
 def _masked(scores: torch.Tensor, block: _Block, attrs: AttentionAttrs) -> torch.Tensor:
-    """Scores with the fill of those that are dropped."""
     operands = block.over_scores
     keep = mask_numbers.of_mask(operands["mask"], block.extents) if "mask" in operands else None
     if "query_documents" in operands:

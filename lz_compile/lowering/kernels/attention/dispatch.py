@@ -16,8 +16,8 @@ from lz_compile.lowering.ops.attention import Operands
 
 
 def _dispatch(x: token_major.Operands, attrs: AttentionAttrs) -> torch.Tensor:
-    result: torch.Tensor = hooks.attend(x, attrs.is_causal, attrs.scale)
-    return result.contiguous()
+    found: torch.Tensor = hooks.attend(x, attrs.is_causal, attrs.scale).contiguous()
+    return found
 
 
 # Every call falls back by itself, as it was chosen.
@@ -32,5 +32,5 @@ def attention(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
 
 def _chosen(x: Operands, attrs: AttentionAttrs, is_causal: bool) -> torch.Tensor:
     """The operator, which sees for itself where heads differ and masks are given."""
-    result: torch.Tensor = _operator(x, AttentionAttrs(scale=attrs.scale, is_causal=is_causal))
-    return result
+    found: torch.Tensor = _operator(x, AttentionAttrs(scale=attrs.scale, is_causal=is_causal))
+    return found

@@ -40,8 +40,8 @@ def _flashinfer(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
         sizes = (batch, queries, key.shape[1], heads, key.shape[2], head_dim, value.shape[-1])
         plan = _planned(query.device, query.dtype, sizes, attrs)
         out = plan.run(*(tensor.reshape(-1, *tensor.shape[2:]) for tensor in (query, key, value)))
-    result: torch.Tensor = out.reshape(batch, queries, heads, value.shape[-1])
-    return result
+    found: torch.Tensor = out.reshape(batch, queries, heads, value.shape[-1])
+    return found
 
 
 @lru_cache(maxsize=_PLANS)

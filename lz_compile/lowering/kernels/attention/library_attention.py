@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -57,6 +58,17 @@ def window_at_end(x: Operands, attrs: AttentionAttrs) -> tuple[int, int]:
     is_at_end = found == (NO_LIMIT, NO_LIMIT) or (attrs.limits is not None and attrs.limits.at_end)
     assert is_at_end or queries == keys, f"a window over {queries} queries and {keys} keys is aligned at the end here"
     return found
+
+
+def flash_options(x: Operands, attrs: AttentionAttrs) -> dict[str, Any]:
+    """What functions of FlashAttention are told beside their operands."""
+    found = window_at_end(x, attrs)
+    return {
+        "softmax_scale": attrs.scale,
+        "causal": found[1] == 0,
+        "window_size": found,
+        "softcap": attrs.softcap or 0.0,
+    }
 
 
 def unit_stride(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

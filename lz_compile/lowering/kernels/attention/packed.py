@@ -37,8 +37,8 @@ def attention(x: op.Operands, attrs: AttentionAttrs) -> torch.Tensor:
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``): documents, and a band within them."""
     assert set(x.given()) == _TAKES, "lz.packed is given other operands than documents"
     assert (attrs.dropout_p, attrs.softcap) == (0, None), "lz.packed is asked for dropout or capped scores"
-    result: torch.Tensor = _operator(x, attrs)
-    return result
+    found: torch.Tensor = _operator(x, attrs)
+    return found
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class _Piece:
 
     def _cut(self, tensor: torch.Tensor, start: int, length: int) -> torch.Tensor:
         part = tensor[self.rows, start : start + self.count * length]
-        cut: torch.Tensor = part.unflatten(1, (self.count, length)).flatten(0, 1).transpose(1, 2)
-        return cut
+        found: torch.Tensor = part.unflatten(1, (self.count, length)).flatten(0, 1).transpose(1, 2)
+        return found
 
     def put(self, target: torch.Tensor, value: torch.Tensor, *, is_query: bool, adds: bool = False) -> None:
         """Write (or add) what :meth:`of_queries` or :meth:`of_keys` would give back into a tensor of tokens."""

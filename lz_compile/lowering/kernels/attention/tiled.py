@@ -23,8 +23,8 @@ def attention(x: op.Operands, attrs: AttentionAttrs, rows: int = 0) -> torch.Ten
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``); ``rows`` per tile, 0: as many as fit."""
     assert x.fill is None, "lz.tiled is given fills"
     seed = torch.rand_like(x.query.new_zeros(2, dtype=torch.float32)) if attrs.dropout_p else None
-    result: torch.Tensor = _operator(x, attrs, seed=seed, rows=rows)
-    return result
+    found: torch.Tensor = _operator(x, attrs, seed=seed, rows=rows)
+    return found
 
 
 # ---- the operator --------------------------------------------------------------------------------------------------

@@ -55,8 +55,8 @@ def through(kernel: Kernel) -> Callable[..., Any]:
 
     def attention(x: canonical.Operands, attrs: AttentionAttrs, **further: Any) -> torch.Tensor:
         """Attention in the op's canonical layout (see ``lowering/ops/attention.py``); ``further`` operands of tokens."""
-        found: torch.Tensor = kernel(_turned(x, Operands, **further), attrs)
-        return found.transpose(1, 2)
+        found: torch.Tensor = kernel(_turned(x, Operands, **further), attrs).transpose(1, 2)
+        return found
 
     return attention
 

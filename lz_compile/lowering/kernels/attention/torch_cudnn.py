@@ -31,5 +31,5 @@ def attention(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
         False,
         scale=attrs.scale,
     )
-    result: torch.Tensor = outputs[0]
-    return result
+    found: torch.Tensor = outputs[0]
+    return found

@@ -16,7 +16,7 @@ from lz_compile.lowering.cpp.floats import floats
 from lz_compile.lowering.cpp.vectors import ELEMENTS
 from lz_compile.lowering.kernels.blend import torch_blend
 from lz_compile.lowering.opaque import opaque
-from lz_compile.lowering.ops.blend import BlendAttrs, Operands, Scalar, reference
+from lz_compile.lowering.ops.blend import BlendAttrs, Operands, Scalar, fake, reference
 
 _ID = "lz.cpp_blend"
 _READ = (torch.float32, torch.bfloat16)
@@ -251,15 +251,15 @@ def blend(x: Operands, attrs: BlendAttrs) -> torch.Tensor:
     assert (attrs.normalised, attrs.is_distinct) == ("none", False), f"{_ID} is asked for a softmax"
     assert x.logits is not None, f"{_ID} is given no logits"
     if attrs.mode == "margin":
-        margins: torch.Tensor = _margin(x.logits, encode(attrs))
-        return margins
+        margin: torch.Tensor = _margin(x.logits, encode(attrs))
+        return margin
     host, seed = x.pair
     weight = seed.new_full((), x.alpha) if isinstance(x.alpha, (int, float)) else x.alpha
     wide = torch.promote_types(attrs.compute_dtype, torch.float32)
     bounds = (-math.inf if x.low is None else x.low, math.inf if x.high is None else x.high)
     numbers = torch.stack([_number(each, seed, wide) for each in (x.gain, x.offset, *bounds)])
-    result: torch.Tensor = _operator(seed, host, weight.detach(), x.logits.detach(), numbers, encode(attrs))
-    return result
+    found: torch.Tensor = _operator(seed, host, weight.detach(), x.logits.detach(), numbers, encode(attrs))
+    return found
 
 
 def _number(value: Scalar, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -312,7 +312,7 @@ def _run_margin(logits: torch.Tensor, attrs: str) -> torch.Tensor:
 
 
 def _fake_margin(logits: torch.Tensor, attrs: str) -> torch.Tensor:
-    return logits.new_empty(logits.shape[:1], dtype=decode(BlendAttrs, attrs).out_dtype)
+    return fake(Operands(logits=logits), decode(BlendAttrs, attrs))
 
 
 def _fallback_margin(logits: torch.Tensor, attrs: str) -> torch.Tensor:

@@ -204,9 +204,8 @@ def _constants(
     size, step = columns // groups, 2 if packing.endswith("first") else 1
     is_few, is_some, is_packed = rows <= FEW_ROWS, rows <= SOME_ROWS, packing != "none"
     is_meant = dtype not in _DTYPES
-    depth = (64 if is_packed or not is_some else 256 if is_few else 128) // (
-        4 if is_meant else 1
-    )  # registers do for these
+    # Registers do for these.
+    depth = (64 if is_packed or not is_some else 256 if is_few else 128) // (4 if is_meant else 1)
     depth = min(depth, max(LEAST, next_power_of_2(elements)))
     if groups > 1:
         depth = 1 if size % step else math.gcd(depth, size // step, elements)

@@ -18,15 +18,15 @@ def _takes(x: Operands, attrs: NormAttrs) -> bool:
 def _rms_norm(x: Operands, attrs: NormAttrs) -> torch.Tensor:
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
 
-    out: torch.Tensor = LigerRMSNormFunction.apply(x.input, x.weight, attrs.eps, attrs.weight_offset, "gemma", False)
-    return out
+    found: torch.Tensor = LigerRMSNormFunction.apply(x.input, x.weight, attrs.eps, attrs.weight_offset, "gemma", False)
+    return found
 
 
 def _layer_norm(x: Operands, attrs: NormAttrs) -> torch.Tensor:
     from liger_kernel.ops.layer_norm import LigerLayerNormFunction
 
-    out: torch.Tensor = LigerLayerNormFunction.apply(x.input, x.weight, x.bias, attrs.eps)
-    return out
+    found: torch.Tensor = LigerLayerNormFunction.apply(x.input, x.weight, x.bias, attrs.eps)
+    return found
 
 
 norm = library_norm("liger_rms_norm", _rms_norm, _takes, kernel_id="liger.rms_norm")

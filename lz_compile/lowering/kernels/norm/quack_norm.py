@@ -18,10 +18,10 @@ def _takes(x: Operands, attrs: NormAttrs) -> bool:
 def _rms_norm(x: Operands, attrs: NormAttrs) -> torch.Tensor:
     from quack import rmsnorm
 
-    out: torch.Tensor = rmsnorm(
+    found: torch.Tensor = rmsnorm(
         x.input, x.weight, bias=x.bias, out_dtype=attrs.out_dtype, eps=attrs.eps, weight_offset=attrs.weight_offset
     )
-    return out
+    return found
 
 
 norm = library_norm("quack_rmsnorm", _rms_norm, _takes, kernel_id="quack.rmsnorm")

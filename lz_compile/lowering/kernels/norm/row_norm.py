@@ -30,8 +30,8 @@ def library_norm(
 
     def kernel(x: Operands, attrs: NormAttrs) -> torch.Tensor:
         if x.input.numel() == 0:
-            empty: torch.Tensor = definition(op)(x, attrs)
-            return empty
+            found: torch.Tensor = definition(op)(x, attrs)
+            return found
         return run(x, attrs).to(attrs.out_dtype).contiguous()
 
     backward = asked(op, kernel) if has_backward else None

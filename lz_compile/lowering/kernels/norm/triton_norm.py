@@ -23,8 +23,8 @@ LARGEST = 16384
 
 def _norm(x: Operands, attrs: NormAttrs) -> torch.Tensor:
     if x.input.shape[1] > LARGEST:
-        result: torch.Tensor = definition(op)(x, attrs)
-        return result
+        found: torch.Tensor = definition(op)(x, attrs)
+        return found
     from lz_compile.lowering.kernels.norm.triton_source import forward
 
     return forward(x, attrs)[0]
@@ -54,12 +54,9 @@ def _residual_fake(input: torch.Tensor, *others: Any) -> tuple[torch.Tensor, tor
     return op.fake(Operands(input), decode(NormAttrs, others[-1])), input.new_empty(input.shape)
 
 
-def _residual_fallback(
-    input: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, attrs: str
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _residual_fallback(input: torch.Tensor, residual: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
     total = (input + residual).contiguous()
-    result: torch.Tensor = definition(op)(Operands(total, weight, bias), decode(NormAttrs, attrs))
-    return result, total
+    return definition(op)(Operands(total, *others[:2]), decode(NormAttrs, others[2])), total
 
 
 _residual_operator = opaque(

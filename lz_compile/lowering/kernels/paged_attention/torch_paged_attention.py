@@ -32,9 +32,8 @@ def _decode(x: Operands, attrs: PagedAttentionAttrs) -> torch.Tensor:
     key, value = (gathered(x, name, dtype) for name in ("key", "value"))
     sees = seen(x, attrs, key.shape[1])
     is_seen = sees[:, :, None, None]
-    key, value = (
-        torch.where(is_seen, each, 0.0).transpose(1, 2) for each in (key, value)
-    )  # what is not read may be NaN
+    # What is not read may be NaN.
+    key, value = (torch.where(is_seen, each, 0.0).transpose(1, 2) for each in (key, value))
     given = attention.Operands(x.query[:, :, None], key, value, mask=sees[:, None, None])
     return _attend(given, attrs, None)[:, :, 0].to(attrs.out_dtype)
 

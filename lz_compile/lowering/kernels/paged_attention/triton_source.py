@@ -113,5 +113,4 @@ def _constants(x: Operands, attrs: PagedAttentionAttrs, rows: int, keys: int) ->
 def _parts(programs: int, most_keys: int, device: torch.device) -> int:
     """So many that a GPU has enough to do."""
     wanted = cdiv(PROGRAMS * processors(device), programs)
-    found: int = max(1, min(wanted, cdiv(most_keys, LEAST_KEYS), MOST_PARTS))
-    return found
+    return max(1, min(wanted, cdiv(most_keys, LEAST_KEYS), MOST_PARTS))

@@ -61,9 +61,7 @@ def expand(
         second ``[Q, M]``, start ``[N, M]``.
     """
     rank = first.shape[0]
-    if (
-        place is None and keep is None and factors.shape[0] == 1
-    ):  # one row for all tokens: the factor is the smaller one
+    if place is None and keep is None and factors.shape[0] == 1:  # for all tokens: the factor is the smaller one
         both, basis = columns, joined((first * factors.T).to(columns.dtype), second)
     else:
         kept = scaled(columns[:, :rank], factors, place, keep)

@@ -138,9 +138,7 @@ def _sums(
 
 
 @triton.jit
-def _decide(
-    g, v, passed, found, rollouts, rank, threshold, eps, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _decide(g, v, passed, found, rollouts, rank, threshold, eps, COLUMNS: tl.constexpr):
     """Cosines of every so-manieth rollout, and the sum of those that are not flagged."""
     column = tl.arange(0, COLUMNS)
     inside = column < rank
@@ -161,9 +159,7 @@ def _decide(
 
 
 @triton.jit
-def _cosines(
-    a, v, result, tokens, rank, a_row, eps, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
-):  # fmt: skip
+def _cosines(a, v, result, tokens, rank, a_row, eps, TOKENS: tl.constexpr, COLUMNS: tl.constexpr):
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     lane = tl.arange(0, COLUMNS)
     products, squares = tl.zeros((TOKENS,), tl.float32), tl.zeros((TOKENS,), tl.float32)

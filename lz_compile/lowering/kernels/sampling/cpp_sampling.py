@@ -57,7 +57,7 @@ def _sampling(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
     written = out if out.dtype in (*DTYPES, torch.int32) else out.float()
     x = x.map(_readable)
     function, numbers = prepare(x, attrs, written)
-    function(_addresses(x, written), numbers)
+    function(calls.addresses([*vars(x).values(), written]), numbers)
     return written.to(out.dtype)
 
 
@@ -76,14 +76,10 @@ def _bound(x: Operands, attrs: SamplingAttrs) -> Callable[[Operands], torch.Tens
         if not prepared:
             prepared.append(prepare(x, attrs, out))
         function, numbers = prepared[0]
-        function(_addresses(x, out), numbers)
+        function(calls.addresses([*vars(x).values(), out]), numbers)
         return out
 
     return run
-
-
-def _addresses(x: Operands, out: torch.Tensor) -> Any:
-    return calls.addresses([*vars(x).values(), out])
 
 
 def prepare(x: Operands, attrs: SamplingAttrs, out: torch.Tensor) -> tuple[Any, Any]:

@@ -85,7 +85,7 @@ extern "C" void speculation(const void* const* tensors, const int64_t* numbers) 
     }
     for (int64_t k = 0; k < count; ++k) {
       const float of_draft = q ? q[k * size + own[k]] : 1.0f;
-      const uint32_t h = mixed_number(mixed_number(uint32_t(k) + keys.first) ^ keys.second);
+      const uint32_t h = mixed(mixed(uint32_t(k) + keys.first) ^ keys.second);
       const double uniform = (double(h) + 0.5) * 0x1p-32;
       is_bad |= looks && !(of_draft > 0);
       goes_on = goes_on && uniform * double(of_draft) < double(p[k * size + own[k]]);

@@ -44,14 +44,7 @@ INLINE Floats exponential(Floats x) {
   return is_zero ? Floats{} : y;
 }
 
-INLINE Words mixed(Words x) {
-  x ^= x >> 16;
-  x *= 0x7feb352du;
-  x ^= x >> 15;
-  x *= 0x846ca68bu;
-  return x ^ (x >> 16);
-}
-static uint32_t mixed_number(uint32_t x) {
+template <typename Any> INLINE Any mixed(Any x) {
   x ^= x >> 16;
   x *= 0x7feb352du;
   x ^= x >> 15;
@@ -62,8 +55,8 @@ static uint32_t mixed_number(uint32_t x) {
 struct Keys {
   uint32_t first, second;
   explicit Keys(int64_t seed) {
-    first = mixed_number(uint32_t(seed) ^ 0x9e3779b9u);
-    second = mixed_number(mixed_number(uint32_t(uint64_t(seed) >> 32) ^ 0x85ebca6bu) ^ first);
+    first = mixed(uint32_t(seed) ^ 0x9e3779b9u);
+    second = mixed(mixed(uint32_t(uint64_t(seed) >> 32) ^ 0x85ebca6bu) ^ first);
   }
 };
 

@@ -129,9 +129,7 @@ def _tied(
 
 
 @triton.jit
-def _largest(
-    logits, mask, bias, vocab, inverse, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr
-):  # fmt: skip
+def _largest(logits, mask, bias, vocab, inverse, HAS_MASK: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
     """The largest score of a row, and whether it is no distribution."""
     lane = tl.arange(0, BLOCK)
     most = tl.full((), float("-inf"), tl.float32)
@@ -259,7 +257,6 @@ def _sample(
     IS_K_LAST: tl.constexpr, IS_P_LAST: tl.constexpr, IS_OPEN: tl.constexpr, IS_RANDOM: tl.constexpr, RESULT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One row."""
     HAS_TIES: tl.constexpr = HAS_K_TIES or HAS_P_TIES
     row = tl.program_id(0).to(tl.int64)
     logits += row * logit_stride

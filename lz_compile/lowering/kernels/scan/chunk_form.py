@@ -56,8 +56,8 @@ class ChunkForm:
         written = self.updates if self.erases is None else self.updates - product(self.erases, states)
         tokens = self.pairs.shape[3] // self.reads_per_step
         found = product(self.queries, states) + lower_product(self.pairs, written, tokens, self.reads_own)
-        reads: torch.Tensor = found.unflatten(3, (-1, self.reads_per_step)).flatten(2, 3)
-        return reads
+        result: torch.Tensor = found.unflatten(3, (-1, self.reads_per_step)).flatten(2, 3)
+        return result
 
     def maps(self) -> tuple[torch.Tensor, torch.Tensor, chunk_prefixes.Times]:
         """Every chunk as a map ``S' = A S + B``, and how such maps are combined."""
@@ -127,8 +127,8 @@ def _of_steps(rows: torch.Tensor, length: int, chunk: int) -> torch.Tensor:
 
 def _cut(tensor: torch.Tensor, chunk: int) -> torch.Tensor:
     """Time as chunks and tokens, in dimensions 2 and 3."""
-    cut: torch.Tensor = tensor.unflatten(2, (-1, chunk))
-    return cut
+    found: torch.Tensor = tensor.unflatten(2, (-1, chunk))
+    return found
 
 
 def _spread(tensor: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:

@@ -75,8 +75,7 @@ def _earlier(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """All products with earlier tokens, ``[..., C, I, C, J]``; zero with others."""
     length = columns.shape[-3]
     products = lower_pairs(rows.flatten(-3, -2), columns.flatten(-3, -2), length)
-    cut: torch.Tensor = products.unflatten(-1, (length, columns.shape[-2]))
-    found: torch.Tensor = cut.unflatten(-3, (length, rows.shape[-2]))
+    found: torch.Tensor = products.unflatten(-1, (length, columns.shape[-2])).unflatten(-3, (length, rows.shape[-2]))
     return found
 
 

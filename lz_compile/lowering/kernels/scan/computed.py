@@ -149,9 +149,8 @@ def _viewed(node: fx.Node, dims: Dims) -> tuple[fx.Node, Dims]:
 def compute_while_scanning(module: fx.GraphModule) -> None:
     """Let scans compute what is only made for them, of tensors that are smaller, in place."""
     given = torch.ops.layerzero.rolled_scan_forward_kernel.default
-    before = itertools.takewhile(
-        lambda node: not _writes(node), list(module.graph.nodes)
-    )  # inputs are written to at last
+    # Inputs are written to at last.
+    before = itertools.takewhile(lambda node: not _writes(node), list(module.graph.nodes))
     if [node for node in before if node.target is given and _change(node)]:
         module.recompile()
 

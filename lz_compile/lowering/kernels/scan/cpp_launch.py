@@ -87,7 +87,7 @@ class Launch:
         gradients = [buffers.get(name) for name in self.x.names]
         tensors = [*self.x.flat(), checkpoints, reads, last.unsqueeze(2), *gradients]
         function, numbers = _backward(_layouts(tensors), self.attrs, self.chunk, wanted, torch.get_num_threads())
-        _call(function, tensors, numbers)
+        function(calls.addresses(tensors), numbers)
         return {name: self._reduced(name, buffer) for name, buffer in buffers.items()}
 
     def prepare(self, others: Sequence[torch.Tensor | None], wanted: frozenset[str], *, backward: bool) -> Any:
@@ -127,7 +127,6 @@ class Launch:
 
     @cached_property
     def _lanes(self) -> int:
-        """Elements of a vector register."""
         return cpp_builds.vector_bits() // 8 // self.compute_dtype.itemsize
 
     @cached_property
@@ -212,7 +211,7 @@ def forward(
     key = _layouts(operands), attrs, chunk, keeps, torch.get_num_threads(), recipe, _layouts(leaves)
     function, numbers, (reads, last, checkpoints) = _forward(*key)
     results = cpp_builds.empty_cpu(*reads), cpp_builds.empty_cpu(*last), cpp_builds.empty_cpu(*checkpoints)
-    _call(function, (*operands, *(results if keeps else (*results[:2], None)), *leaves), numbers)
+    function(calls.addresses((*operands, *(results if keeps else (*results[:2], None)), *leaves)), numbers)
     return results
 
 
@@ -228,15 +227,14 @@ def by_address(
     prepared: list[tuple[Any, ...]] = []
 
     def run(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        if (
-            not prepared
-        ):  # here, where a missing compiler is seen to; several threads may come by, and all find the same
+        # Here, where a missing compiler is seen to. Several threads may come by, and all find the same.
+        if not prepared:
             function, numbers, memory = _forward(*key)
             given = zip(memory, (reads, last), strict=False)
             prepared.append((function, numbers, *[_contiguous(*each) for each in given]))
         function, numbers, of_reads, of_last = prepared[0]
         results = cpp_builds.empty_cpu(*of_reads), cpp_builds.empty_cpu(*of_last)
-        _call(function, (*tensors, *results, None), numbers)
+        function(calls.addresses((*tensors, *results, None)), numbers)
         return results
 
     return run
@@ -247,10 +245,6 @@ def _contiguous(layout: Layout, shape: Sequence[int] | None) -> Layout:
     if shape is None:
         return layout
     return tuple(shape), torch.empty(shape, device="meta").stride(), layout[2]
-
-
-def _call(function: Any, tensors: Sequence[torch.Tensor | None], numbers: Any) -> None:
-    function(calls.addresses(tensors), numbers)
 
 
 def _layouts(tensors: Sequence[torch.Tensor | None]) -> tuple[Layout | None, ...]:

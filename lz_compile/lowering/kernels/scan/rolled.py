@@ -116,7 +116,6 @@ def _computed_fallback(*given: Any) -> launch.Results:
 
 
 def _backward(of_reads: torch.Tensor, of_last: torch.Tensor, checkpoints: torch.Tensor, *given: Any) -> Any:
-    """The gradients of the wanted ones of the operands."""
     x, attrs, chunk, wanted = _called(given)
     names = _wanted(wanted)
     found = Launch(x, attrs, chunk).backward(checkpoints, of_reads.transpose(1, 2), of_last, names)

@@ -41,8 +41,8 @@ def _passed(triangle: torch.Tensor, right: torch.Tensor, tokens: int, *, has_own
     if not has_own:
         wild = F.pad(wild, (0, 0, 1, 0))[..., :-1, :]
     wild = (wild.flip(-2) if back else wild).unsqueeze(-2)
-    whole: torch.Tensor = (found.unflatten(-2, (tokens, -1)) + wild).flatten(-3, -2)
-    return whole
+    result: torch.Tensor = (found.unflatten(-2, (tokens, -1)) + wild).flatten(-3, -2)
+    return result
 
 
 def _earlier(products: torch.Tensor, tokens: int) -> torch.Tensor:

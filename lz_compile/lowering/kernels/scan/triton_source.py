@@ -111,10 +111,8 @@ class Scan:
 
     @property
     def _block(self) -> int:
-        """Columns of a program."""
         rows = next_power_of_2(self.sizes.key_dim)
-        block: int = max(1, min(next_power_of_2(self.sizes.value_dim), self.tile // rows))
-        return block
+        return max(1, min(next_power_of_2(self.sizes.value_dim), self.tile // rows))
 
     def _launch(self, kernel: Any, tensors: Any, strides: list[int], more: dict[str, int]) -> None:
         sizes, block = self.sizes, self._block
