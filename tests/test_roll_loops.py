@@ -273,6 +273,16 @@ class Stacked(nn.Module):
         return torch.stack(found, dim=1), state
 
 
+@functools.cache
+def _proven():
+    return lz.roll_loops(Stacked(), torch.randn(2, 5, 4))
+
+
+def proven():
+    """Cells whose loop was proven once: a copy is rolled, too."""
+    return copy.deepcopy(_proven())
+
+
 def test_modules_are_changed_in_place_and_train():
     torch.manual_seed(0)
     module = Stacked()
@@ -305,7 +315,7 @@ def test_the_first_call_proves_where_no_example_is_given():
 
 
 def test_graphs_do_not_grow_with_time_and_one_compile_serves_all_lengths():
-    module = lz.roll_loops(Stacked(), torch.randn(2, 5, 4))
+    module = proven()
     sizes = {steps: compiled(module, torch.randn(2, steps, 4))[1].nodes for steps in (16, 64)}
     assert sizes[16] == sizes[64]
     torch._dynamo.reset()
@@ -461,7 +471,7 @@ def test_complex_states_stay(caplog):
 
 
 def test_few_steps_are_traced_one_by_one():
-    module = lz.roll_loops(Stacked(), torch.randn(2, 5, 4))
+    module = proven()
     x = torch.randn(2, 2, 4)
     found, graphs = compiled(module, x)
     assert graphs.scans == 0
@@ -906,7 +916,7 @@ def test_loops_that_were_unrolled_are_told(steps, told):
 
 @pytest.mark.usefixtures("no_code_generation")
 def test_a_report_shows_loops_that_were_rolled():
-    module = lz.roll_loops(Stacked(), torch.randn(2, 5, 4))
+    module = proven()
     torch._dynamo.reset()
     report = lz.explain(module, torch.randn(2, 50, 4))
     (loop,) = report.loops
@@ -1120,7 +1130,7 @@ def test_a_long_loop_is_compiled_where_the_model_is_not():
 
 @pytest.mark.usefixtures("no_code_generation")
 def test_hooks_that_are_added_later_are_called():
-    module, seen = lz.roll_loops(Stacked(), torch.randn(2, 5, 4)), []
+    module, seen = proven(), []
     x = torch.randn(2, 300, 4)
     with torch.no_grad():
         expected = module(x)
