@@ -169,6 +169,14 @@ def no_code_generation(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 
 @pytest.fixture
+def one_mode_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``roll_loops`` proves loops of modules in the mode that these are in, which is half of such a proof."""
+    from lz_compile.api.rolling import rolled
+
+    monkeypatch.setattr(rolled._Session, "_try_other_mode", lambda *_: None)
+
+
+@pytest.fixture
 def no_preference() -> None:
     """Choose as a program does that configures nothing."""
 

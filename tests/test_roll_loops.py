@@ -811,6 +811,7 @@ class Static(Base):
         return self.over(self.cell, x, x.new_zeros(x.shape[0], 4)) + self.twice(self.cell, x, x[:, 0])
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 @pytest.mark.parametrize(
     ("kind", "scans"),
     [pytest.param(Base, 1, marks=pytest.mark.thorough), (Derived, 1), (Named, 1), (Held, 1), (Static, 2)],
@@ -825,6 +826,7 @@ def test_functions_that_are_called_are_rolled_too(kind, scans):
     assert runs_like(plain, module, torch.randn(2, 9, 4)) == scans
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 def test_a_function_that_is_replaced_is_called():
     x = torch.randn(2, 6, 4)
     module = Held()
@@ -834,6 +836,7 @@ def test_a_function_that_is_replaced_is_called():
     same(module(x)[0], x * 2)
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 def test_loops_over_layers_are_no_loops_over_time():
     class Layers(nn.Module):
         def __init__(self) -> None:
@@ -1069,6 +1072,7 @@ def test_what_libraries_write(function, more):
     assert runs_like(function, rolled, torch.randn(2, 9, 3), *more) == 1
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 @pytest.mark.filterwarnings("ignore")
 def test_loops_of_pytorch_itself():
     plain = torch.ao.nn.quantizable.LSTM(3, 4, 1)
@@ -1171,6 +1175,7 @@ def test_a_loop_that_cannot_be_compiled_runs_step_by_step(monkeypatch):
     assert "no compiler" in events[0].message
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 def test_exported_programs_hold_a_scan_for_all_lengths():
     class Exported(nn.Module):
         def forward(self, x, a):
@@ -1412,6 +1417,7 @@ class Both(Left, Right):
     pass
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 def test_bases_are_those_of_the_class():
     x = torch.randn(2, 6, 4)
     module = Both()
@@ -1432,6 +1438,7 @@ class EitherOf(nn.Module):
         return self.left(x) if is_left else self.both(x)
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 def test_a_class_in_between_is_not_passed_over():
     x = torch.randn(2, 6, 4)
     module = EitherOf()
@@ -1446,6 +1453,7 @@ def test_chunks_are_numbers_of_steps():
         lz.roll_loops(Stacked(), chunk=1)
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 @pytest.mark.sampled("9-None", "11-4")
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("steps", [9, 12, 11, 31])
@@ -1492,6 +1500,7 @@ def test_states_that_begin_as_one_tensor_are_compiled(trains):
     assert not events
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 def test_gradients_under_autocast_are_those_of_pytorchs_operator():
     torch.manual_seed(0)
     plain = Stacked()

@@ -9,7 +9,7 @@ import lz_compile as lz
 from benchmarks.rolled_loops import MODELS
 from lz_compile.lowering.dynamo import drop_fixed_guards
 
-pytestmark = pytest.mark.usefixtures("no_code_generation")
+pytestmark = pytest.mark.usefixtures("no_code_generation", "one_mode_of_training")
 
 #: Half of them are PyTorch's own scan's. There were 150.
 MOST = 16
