@@ -69,6 +69,9 @@ logging.getLogger("torch.__trace").propagate = True
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 # Nor does it need to split every traced file into tokens, to name functions in another log.
 torch._dynamo.symbolic_convert.get_funcname = lambda *_: None
+# Nor to tell of each guard and each side effect where in the program it comes from, for two more: a twenty-fifth of tracing.
+torch._dynamo.guards.get_verbose_code_part = lambda code_part, _guard: code_part
+torch._dynamo.config.side_effect_replay_policy = "silent"
 
 
 def _interpret_quickly() -> None:
