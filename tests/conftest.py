@@ -69,6 +69,9 @@ logging.getLogger("torch.__trace").propagate = True
 torch._dynamo.guards.profile_guard_manager = lambda *_: 0.0
 # Nor does it need to split every traced file into tokens, to name functions in another log.
 torch._dynamo.symbolic_convert.get_funcname = lambda *_: None
+# Nor to tell of each guard and each side effect where in the program it comes from, for two more: a twenty-fifth of tracing.
+torch._dynamo.guards.get_verbose_code_part = lambda code_part, _guard: code_part
+torch._dynamo.config.side_effect_replay_policy = "silent"
 
 
 def _interpret_quickly() -> None:
@@ -166,6 +169,14 @@ def no_code_generation(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
         return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(inductor, "compile_graph", traced)
+
+
+@pytest.fixture
+def one_mode_of_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``roll_loops`` proves loops of modules in the mode that these are in, which is half of such a proof."""
+    from lz_compile.api.rolling import rolled
+
+    monkeypatch.setattr(rolled._Session, "_try_other_mode", lambda *_: None)
 
 
 @pytest.fixture

@@ -152,48 +152,58 @@ def test_what_is_no_lock_file_is_not_merged(lock_file, tmp_path):
         merge_decisions(tmp_path / "all.json", [path, tmp_path / "old.json"])
 
 
-CHILD = """
-import sys, time, torch, lz_compile as lz
-from pathlib import Path
-own, merged, kernel = sys.argv[1:]
-attend = torch.nn.functional.scaled_dot_product_attention
-def decided(*sizes):
+#: Of each machine: what it decides by itself, and then by what all have decided.
+PROGRAM = """
+import torch, lz_compile as lz
+
+def decided():
     torch._dynamo.reset(); lz.clear_reports()
-    for size in sizes:
+    for size in (16, 24):
+        attend = torch.nn.functional.scaled_dot_product_attention
         lz.explain(attend, *torch.randn(3, 1, 2, size, 8).unbind(0), dynamic=False, print_report=False)
     return [match.kernel for graph in lz.reports() for match in graph.matches]
-with lz.lock("attention", kernel):
-    decided(16, 24)
-lz.save_decisions(own + ".part")
+
+def decide(kernel, path):
+    with lz.lock("attention", kernel):
+        decided()
+    lz.save_decisions(path)
+
+def follow(path):
+    lz.load_dispatch_table(path)
+    return [torch.backends.cpu.get_cpu_capability(), *decided()]
+"""
+CHILD = f"""{USUAL_MACHINE}{PROGRAM}
+import sys, time
+from pathlib import Path
+own, merged = sys.argv[1:]
+decide("lz.tiled", own + ".part")
 Path(own + ".part").rename(own)
 while not Path(merged).exists():
     time.sleep(0.05)
-lz.load_dispatch_table(merged)
-print(torch.backends.cpu.get_cpu_capability(), *decided(16, 24))
+print(*follow(merged))
 """
 
 
+@pytest.mark.usefixtures("no_preference")
 def test_a_merged_lock_file_decides_the_same_with_two_instruction_sets(tmp_path):
-    capabilities = {"default": "lz.tiled", "avx2": "torch.sdpa"}
-    merged = tmp_path / "merged.json"
-    files = [tmp_path / f"{name}.json" for name in capabilities]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", USUAL_MACHINE + CHILD, str(file), str(merged), kernel], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-            env={**os.environ, **known_instruction_sets(), "PYTHONPATH": str(ROOT), "ATEN_CPU_CAPABILITY": name},
-        )
-        for file, (name, kernel) in zip(files, capabilities.items(), strict=True)
-    ]  # fmt: skip
+    own, theirs, merged = (tmp_path / f"{name}.json" for name in ("own", "theirs", "merged"))
+    process = subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(theirs), str(merged)], cwd=ROOT, text=True, stdout=subprocess.PIPE,
+        env={**os.environ, **known_instruction_sets(), "PYTHONPATH": str(ROOT), "ATEN_CPU_CAPABILITY": "default"},
+    )  # fmt: skip
     try:
+        here = {}
+        exec(PROGRAM, here)
+        here["decide"]("torch.sdpa", own)
         for _ in range(1100):
-            if all(file.exists() for file in files) or any(each.poll() is not None for each in processes):
+            if theirs.exists() or process.poll() is not None:
                 break
             time.sleep(0.05)
-        merge_decisions(tmp_path / "merged.part", files)
+        merge_decisions(tmp_path / "merged.part", [theirs, own])
         (tmp_path / "merged.part").rename(merged)
-        told = [each.communicate(timeout=60)[0].split() for each in processes]
+        told = [process.communicate(timeout=60)[0].split(), here["follow"](merged)]
     finally:
-        for each in processes:
-            each.kill()
+        process.kill()
+        lz.unload_dispatch_table()
     assert told[0][1:] == told[1][1:] == ["lz.tiled", "lz.tiled"]
     assert told[0][0] != told[1][0]

@@ -276,23 +276,7 @@ def test_a_kernel_that_cannot_be_imported_leaves_the_match_to_the_next_one(direc
     assert "BACKEND_IMPORT_FAILED" in [reason.code for reason in match.reasons]
 
 
-def test_looking_at_kernels_imports_no_adapter_and_no_library():
-    code = """
-        import sys
-        from lz_compile.runtime.kernels import registry
-        specs = registry.kernels("attention")
-        assert len(specs) >= 3
-        for info in registry.list_kernels():
-            info.to_dict()
-        loaded = [name for name in sys.modules if name.startswith("lz_compile.lowering.kernels.")]
-        assert loaded == [], loaded
-        specs["torch.sdpa"].call
-        assert "lz_compile.lowering.kernels.attention.torch_sdpa" in sys.modules
-    """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=TESTS.parent)
-
-
-def test_importing_an_adapter_imports_no_library():
+def test_looking_at_kernels_imports_no_adapter_and_importing_an_adapter_no_library():
     files = (TESTS.parent / "lz_compile/lowering/kernels").glob("*/*.json")
     described = {each: json.loads(each.read_text()).get("module") for each in files}
     modules = [
@@ -301,10 +285,20 @@ def test_importing_an_adapter_imports_no_library():
     libraries = {name.partition(".")[0] for name in described.values() if name} | {"apex"}
     code = f"""
         import importlib, sys
+        from lz_compile.runtime.kernels import registry
+        specs = registry.kernels("attention")
+        assert len(specs) >= 3
+        for info in registry.list_kernels():
+            info.to_dict()
+        loaded = [name for name in sys.modules if name.startswith("lz_compile.lowering.kernels.")]
+        assert loaded == [], loaded
         for module in {modules}:
             importlib.import_module(module)
             found = {libraries} & sys.modules.keys()
             assert not found, (module, found)
+        assert "lz_compile.lowering.kernels.attention.torch_sdpa" not in sys.modules
+        specs["torch.sdpa"].call
+        assert "lz_compile.lowering.kernels.attention.torch_sdpa" in sys.modules
     """
     assert libraries >= {"flash_attn", "flash_attn_interface", "flashinfer", "triton", "xformers"}
     assert len(modules) > 12

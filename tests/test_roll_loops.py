@@ -273,6 +273,16 @@ class Stacked(nn.Module):
         return torch.stack(found, dim=1), state
 
 
+@functools.cache
+def _proven():
+    return lz.roll_loops(Stacked(), torch.randn(2, 5, 4))
+
+
+def proven():
+    """Cells whose loop was proven once: a copy is rolled, too."""
+    return copy.deepcopy(_proven())
+
+
 def test_modules_are_changed_in_place_and_train():
     torch.manual_seed(0)
     module = Stacked()
@@ -305,7 +315,7 @@ def test_the_first_call_proves_where_no_example_is_given():
 
 
 def test_graphs_do_not_grow_with_time_and_one_compile_serves_all_lengths():
-    module = lz.roll_loops(Stacked(), torch.randn(2, 5, 4))
+    module = proven()
     sizes = {steps: compiled(module, torch.randn(2, steps, 4))[1].nodes for steps in (16, 64)}
     assert sizes[16] == sizes[64]
     torch._dynamo.reset()
@@ -461,7 +471,7 @@ def test_complex_states_stay(caplog):
 
 
 def test_few_steps_are_traced_one_by_one():
-    module = lz.roll_loops(Stacked(), torch.randn(2, 5, 4))
+    module = proven()
     x = torch.randn(2, 2, 4)
     found, graphs = compiled(module, x)
     assert graphs.scans == 0
@@ -801,6 +811,7 @@ class Static(Base):
         return self.over(self.cell, x, x.new_zeros(x.shape[0], 4)) + self.twice(self.cell, x, x[:, 0])
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 @pytest.mark.parametrize(
     ("kind", "scans"),
     [pytest.param(Base, 1, marks=pytest.mark.thorough), (Derived, 1), (Named, 1), (Held, 1), (Static, 2)],
@@ -815,6 +826,7 @@ def test_functions_that_are_called_are_rolled_too(kind, scans):
     assert runs_like(plain, module, torch.randn(2, 9, 4)) == scans
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 def test_a_function_that_is_replaced_is_called():
     x = torch.randn(2, 6, 4)
     module = Held()
@@ -824,6 +836,7 @@ def test_a_function_that_is_replaced_is_called():
     same(module(x)[0], x * 2)
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 def test_loops_over_layers_are_no_loops_over_time():
     class Layers(nn.Module):
         def __init__(self) -> None:
@@ -906,7 +919,7 @@ def test_loops_that_were_unrolled_are_told(steps, told):
 
 @pytest.mark.usefixtures("no_code_generation")
 def test_a_report_shows_loops_that_were_rolled():
-    module = lz.roll_loops(Stacked(), torch.randn(2, 5, 4))
+    module = proven()
     torch._dynamo.reset()
     report = lz.explain(module, torch.randn(2, 50, 4))
     (loop,) = report.loops
@@ -1059,6 +1072,7 @@ def test_what_libraries_write(function, more):
     assert runs_like(function, rolled, torch.randn(2, 9, 3), *more) == 1
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 @pytest.mark.filterwarnings("ignore")
 def test_loops_of_pytorch_itself():
     plain = torch.ao.nn.quantizable.LSTM(3, 4, 1)
@@ -1120,7 +1134,7 @@ def test_a_long_loop_is_compiled_where_the_model_is_not():
 
 @pytest.mark.usefixtures("no_code_generation")
 def test_hooks_that_are_added_later_are_called():
-    module, seen = lz.roll_loops(Stacked(), torch.randn(2, 5, 4)), []
+    module, seen = proven(), []
     x = torch.randn(2, 300, 4)
     with torch.no_grad():
         expected = module(x)
@@ -1161,6 +1175,7 @@ def test_a_loop_that_cannot_be_compiled_runs_step_by_step(monkeypatch):
     assert "no compiler" in events[0].message
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 def test_exported_programs_hold_a_scan_for_all_lengths():
     class Exported(nn.Module):
         def forward(self, x, a):
@@ -1402,6 +1417,7 @@ class Both(Left, Right):
     pass
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 def test_bases_are_those_of_the_class():
     x = torch.randn(2, 6, 4)
     module = Both()
@@ -1422,6 +1438,7 @@ class EitherOf(nn.Module):
         return self.left(x) if is_left else self.both(x)
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 def test_a_class_in_between_is_not_passed_over():
     x = torch.randn(2, 6, 4)
     module = EitherOf()
@@ -1436,6 +1453,7 @@ def test_chunks_are_numbers_of_steps():
         lz.roll_loops(Stacked(), chunk=1)
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 @pytest.mark.sampled("9-None", "11-4")
 @pytest.mark.parametrize("chunk", [None, 4])
 @pytest.mark.parametrize("steps", [9, 12, 11, 31])
@@ -1482,6 +1500,7 @@ def test_states_that_begin_as_one_tensor_are_compiled(trains):
     assert not events
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 def test_gradients_under_autocast_are_those_of_pytorchs_operator():
     torch.manual_seed(0)
     plain = Stacked()

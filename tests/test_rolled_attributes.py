@@ -329,6 +329,7 @@ def test_a_loop_stays_where_others_see_its_attributes_or_they_are_more(kind, rea
     assert graphs.scans == 0
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 def test_a_hook_that_is_added_before_compiling_is_called_in_every_step():
     rolled, _ = rolled_and_events(Network(), torch.randn(2, 6, 4))
     seen = []
@@ -366,6 +367,7 @@ class Late(nn.Module):
         return torch.stack(found, 1)
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 def test_what_is_assigned_behind_a_scan_is_not_lost():
     """Dynamo (2.13) loses it without a word; an example that does not assign proves nothing of that."""
     module = Late()
@@ -377,6 +379,7 @@ def test_what_is_assigned_behind_a_scan_is_not_lost():
     same([rolled.cell.seen, rolled.other.seen], [module.cell.seen, module.other.seen])
 
 
+@pytest.mark.usefixtures("one_mode_of_training")
 def test_an_exception_half_way_leaves_attributes_as_they_were():
     module = lz.roll_loops(Own(), torch.randn(2, 6, 4))
     before = module.h.clone()

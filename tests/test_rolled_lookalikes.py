@@ -12,6 +12,8 @@ from torch import nn
 
 import lz_compile as lz
 
+pytestmark = pytest.mark.usefixtures("no_code_generation")
+
 X = torch.randn(6, 3)
 
 

@@ -128,7 +128,11 @@ class Support:
             return False
         if steps_of(ranges, reads) < EAGER_STEPS:
             return False
-        if self.root is not None and any(map(has_hooks, self.root.modules())):
+        watched = [
+            *modules_in(given),
+            *([] if self.root is None else [self.root]),
+        ]  # the root of a copy is the original
+        if any(has_hooks(each) for module in watched for each in module.modules()):
             return False
         tensors = [
             each for each in (*pytree.tree_leaves(init), *(each for each, *_ in reads)) if isinstance(each, Tensor)

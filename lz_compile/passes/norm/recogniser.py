@@ -8,7 +8,7 @@ What becomes superfluous, and what that is to a kernel, is asked of what was fou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, TypeVar
@@ -51,6 +51,10 @@ def _may_be_of_squares(effects: Effects, statistic: Call) -> bool:
     while inner is not None and (is_cast(inner) or layout.rearranges(inner)):
         inner = effects.calls.get(inner.input)
     return statistic.name not in ("mean", "sum") or (inner is not None and inner.name in _SQUARES)
+
+
+def _is_of_squares(effects: Effects, call: Call | None) -> bool:
+    return call is not None and call.name in STATISTICS and _may_be_of_squares(effects, call)
 
 
 def _is_whole(exponent: Any) -> bool:
@@ -128,47 +132,80 @@ class Normalised:
     output_dims: Dims
 
 
+@dataclass(frozen=True)
+class Read:
+    """What a result is in a row, the source of ``moments``, and in its statistics."""
+
+    moments: Moments
+    expression: sympy.Expr
+    dims: Dims
+
+    @classmethod
+    def of(cls, effects: Effects, source: fx.Node, output: fx.Node) -> Read:
+        """The result ``output`` in the row ``source``.
+
+        Raises:
+            RefusedError: a reduction of the row has no reading in moments.
+            LayoutError: the layout has no exact form in axes.
+        """
+        dims = fresh(shape_of(tensor_of(output)))  # type: ignore[arg-type]
+        moments = Moments(effects, source)
+        return cls(moments, moments.read(output, dims), dims)
+
+
 def recognise(
     effects: Effects, anchor: fx.Node, results: list[fx.Node], made: Callable[[Normalised], Made]
 ) -> Made | NearMiss | None:
     """What is ``made`` of the last of ``results`` that is a normalised row, which may refuse it, or why there is none."""
     refused: RefusedError | None = None
+    known: dict[tuple[fx.Node, fx.Node], Read | None] = {}
     for source in sources(effects, anchor):
         edge = Edge(effects, source)
         wanted = _size(source)
         for output in reversed([each for each in results if _size(each) == wanted and edge.encloses(each)]):
+            known[source, output] = None
             try:
-                return made(_normalised(effects, source, output, anchor))
+                known[source, output] = read = Read.of(effects, source, output)
+                return made(_normalised(read, output, anchor))
             except (RefusedError, MutatedError) as error:
                 refusal = refusal_of(error)
                 if refusal.reason.code != "NO_NORM":
                     refused = refused or refusal
             except LayoutError:
                 continue
-    refused = _of_several(effects, anchor, results) or refused
+    refused = _of_several(effects, anchor, results, known) or refused
     return None if refused is None else NearMiss.of(OP, anchor, refused)
 
 
-def _of_several(effects: Effects, anchor: fx.Node, results: list[fx.Node]) -> RefusedError | None:
-    """Why a row that is divided by a root of squares of its own and of another tensor is no normalised one."""
-    for source in sources(effects, anchor):
-        for output in (each for each in reversed(results) if _size(each) == _size(source)):
-            moments = Moments(effects, source)
+def _of_several(
+    effects: Effects, anchor: fx.Node, results: list[fx.Node], known: Mapping[tuple[fx.Node, fx.Node], Read | None]
+) -> RefusedError | None:
+    """Why a row that is divided by a root of squares of its own and of another tensor is no normalised one.
+
+    ``known`` are results that were read already, or could not be.
+    """
+    at, calls = effects.position, effects.calls
+    others = (node for node in at if at[node] > at[anchor] and _is_of_squares(effects, calls.get(node)))
+    first = min((at[node] for node in others), default=None)
+    late = [each for each in reversed(results) if first is not None and at[each] > first]
+    for source in sources(effects, anchor) if late else ():
+        for output in (each for each in late if _size(each) == _size(source)):
             try:
-                expression = moments.read(output, fresh(shape_of(tensor_of(output))))  # type: ignore[arg-type]
+                read = known[source, output] if (source, output) in known else Read.of(effects, source, output)
             except (RefusedError, MutatedError, LayoutError):
                 continue
-            other = _beside_squares(expression, moments) if expression.has(ROW) else None
-            if other is not None and effects.position[other] > effects.position[anchor]:  # told once, by the first
+            other = _beside_squares(read) if read is not None and read.expression.has(ROW) else None
+            if other is not None and at[other] > at[anchor]:  # told once, by the first
                 text = f"{source.name} is divided by a root of its own squares together with {other.name}, another tensor's"
                 edit = "normalise the concatenation of all of them, and split the result"
                 return RefusedError("SEVERAL_TENSORS", text, edit)
     return None
 
 
-def _beside_squares(expression: sympy.Expr, moments: Moments) -> fx.Node | None:
+def _beside_squares(read: Read) -> fx.Node | None:
     """The first mean of squares of another tensor that stands under the same root as that of the row."""
-    roots = [power.base for power in expression.atoms(sympy.Pow) if not power.exp.is_integer]
+    moments = read.moments
+    roots = [power.base for power in read.expression.atoms(sympy.Pow) if not power.exp.is_integer]
     leaves = moments.region.leaves_in(*(base for base in roots if base.has(MEAN_SQUARE))).values()
 
     def summands(node: fx.Node) -> list[fx.Node]:  # what does not depend on the row is read no further
@@ -176,9 +213,7 @@ def _beside_squares(expression: sympy.Expr, moments: Moments) -> fx.Node | None:
         return tensor_operands(node) if call is not None and is_pointwise(call) else []
 
     near = reached((leaf.node for leaf in leaves), summands, _AFTER)
-    calls = {node: moments.effects.calls.get(node) for node in near}
-    known = {node: call for node, call in calls.items() if call is not None and call.name in STATISTICS}
-    found = [node for node, call in known.items() if _may_be_of_squares(moments.effects, call)]
+    found = [node for node in near if _is_of_squares(moments.effects, moments.effects.calls.get(node))]
     return min(found, key=moments.effects.position.__getitem__, default=None)
 
 
@@ -186,17 +221,14 @@ def _size(node: fx.Node) -> Size:
     return product(shape_of(tensor_of(node)))  # type: ignore[arg-type]
 
 
-def _normalised(effects: Effects, source: fx.Node, output: fx.Node, anchor: fx.Node) -> Normalised:
-    """The normalisation of ``source`` that ends in ``output``.
+def _normalised(read: Read, output: fx.Node, anchor: fx.Node) -> Normalised:
+    """The normalisation of a row that ends in ``output``.
 
     Raises:
         RefusedError: it is none, with the reason; ``NO_NORM`` where nothing speaks for one.
     """
-    dims = fresh(shape_of(tensor_of(output)))  # type: ignore[arg-type]
-    moments = Moments(effects, source)
-    region = moments.region
-    expression = moments.read(output, dims)
-    form = normal_form(expression)
+    moments, region = read.moments, read.moments.region
+    form = normal_form(read.expression)
     is_read = anchor in {*moments.squared, *region.interior, *leaf_nodes(region)}
     if form is None or not moments.reduced or not moments.squared or not is_read:
         raise RefusedError(
@@ -204,7 +236,7 @@ def _normalised(effects: Effects, source: fx.Node, output: fx.Node, anchor: fx.N
         )
     form = replace(form, gain=moments.by_leaves(form.gain), shift=moments.by_leaves(form.shift))
     _check_weights(region, form, moments)
-    return Normalised(moments, form, output, dims)
+    return Normalised(moments, form, output, read.dims)
 
 
 #: Functions of weights that can be written out again.
