@@ -60,7 +60,8 @@ class PrefixScan:
     """``output[t] = decay[t] * output[t - 1] + drive[t]`` along dimension ``dim``; without a decay, a sum.
 
     ``core`` are the nodes between, in graph order, ``output`` last. ``dims`` are the axes of all three. With ``logs`` decays
-    are given as logarithms, of each step, or of the product of all up to it (``"sums"``), with ``has_log_drive`` the drive.
+    are given as logarithms, of each step, or of the product of all up to it (``"sums"``), with ``has_log_drive`` the drive;
+    of ``"products"`` the source divides by what they multiply up to.
     Where it ``is_reversed``, the state before is that of the next index.
     ``read`` is how the states are read, where they themselves are no result, and ``updates`` are what ``drive`` is then.
     """
@@ -71,7 +72,7 @@ class PrefixScan:
     drive: fx.Node
     decay: fx.Node | None
     dims: Mapping[fx.Node, Dims]
-    logs: Literal["none", "steps", "sums"] = "none"
+    logs: Literal["none", "products", "steps", "sums"] = "none"
     has_log_drive: bool = False
     is_reversed: bool = False
     read: StatesRead | None = None
