@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import sympy
 import torch
@@ -27,6 +27,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of, where_of
 from lz_compile.passes.loops.recurrence.prefix_scan_reads import StatesRead
+from lz_compile.passes.loops.roll.search import LEAST_STEPS
 from lz_compile.passes.loops.roll.worthwhile import LEAST_POINTWISE
 from lz_compile.passes.proof.agreement import agree
 from lz_compile.passes.proof.running import Subgraph
@@ -121,13 +122,13 @@ class _Reader:
         """The recurrence that ends at a node.
 
         Raises:
-            RefusedError: it is built like one, and computes something else.
+            RefusedError: it is built like one, and computes something else, or has few steps.
         """
         if output not in self._moved or not self._may_end(output):
             return None
         core = self.core(output)
         for dim, steps in enumerate(known_tensor(output).shape):
-            if not isinstance(steps, int) or steps < LEAST_POINTWISE:
+            if not isinstance(steps, int) or steps < LEAST_STEPS:
                 continue
             mixing = sum(self._mixes(node, dim) for node in core)
             leaves = self._leaves(core, dim, steps)
@@ -136,7 +137,10 @@ class _Reader:
                     text = f"{output.name} is put together of pieces over time by {len(core):,} calls: too many are not read"
                     edit = f"use associative_scan, or fewer levels: up to {_MOST_CALLS:,} calls are read"
                     raise RefusedError("PREFIX_SCAN_LONG", text, edit)
-                return self._proven(output, core, dim, leaves)
+                if steps >= LEAST_POINTWISE:
+                    return self._proven(output, core, dim, leaves)
+                if self._is_proven(output, core, dim, leaves):
+                    raise too_short(f"{steps} steps of a recurrence in logarithmic depth", f"{LEAST_POINTWISE} steps")
         return None
 
     # ---- what is read ---------------------------------------------------------------------------------------------
@@ -244,6 +248,12 @@ class _Reader:
                 dims = dims_of(output, leaves)
                 return PrefixScan(output, tuple(between), dim, drive, decay, dims, is_reversed=is_reversed)
         raise _unknown(output, "something else than h[t] = a[t] * h[t - 1] + b[t]")
+
+    def _is_proven(self, *candidate: Any) -> bool:
+        try:
+            return self._proven(*candidate) is not None
+        except RefusedError:  # of few steps nothing is said of what is something else
+            return False
 
     def _coupled(
         self, output: fx.Node, between: Sequence[fx.Node], given: Mapping[fx.Node, torch.Tensor], dim: int
