@@ -209,8 +209,7 @@ class Support:
             return run(step, init, answers, items, *given)
         except Exception as error:  # noqa: BLE001  # whatever a compiler says, the steps are what they are
             self.compiled[key] = None
-            text = (str(error).splitlines() or [""])[0]
-            record("LOOP_NOT_COMPILED", f"the loop at {self.where(key)}: {text}")
+            record("LOOP_NOT_COMPILED", f"the loop at {self.where(key)}", error)
         return self._tried(key, step, init, answers, items, given[0], given[1])
 
     def _tried(

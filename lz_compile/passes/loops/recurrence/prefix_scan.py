@@ -9,6 +9,7 @@ float64 and held against the recurrence.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import sympy
 import torch
 from torch import fx
 
+from lz_compile.ground import events
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import Size, as_size
 from lz_compile.passes.formula import layout
@@ -94,6 +96,8 @@ def prefix_scans(graph: fx.Graph, effects: Effects) -> Iterator[PrefixScan | Nea
         try:
             scan = reader.read(node)
         except RefusedError as refusal:
+            if refusal.__cause__ is not None:
+                events.record("PROBE_FAILED", f"{node.name} is left as it is", refusal.__cause__, level=logging.INFO)
             pieces = frozenset(reader.core(node))
             misses.append(NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node), pieces, is_whole=True))
             continue
