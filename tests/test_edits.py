@@ -577,6 +577,10 @@ PLACES = torch.zeros(3, dtype=torch.int64)
 BEHIND = PLACES + 1
 
 
+def _decomposed(x: Tensor) -> Tensor:
+    return torch.linalg.cholesky(torch.diag_embed(x))
+
+
 @pytest.mark.parametrize(
     ("program", "expected"),
     [
@@ -588,7 +592,7 @@ BEHIND = PLACES + 1
         (lambda x: x[:1][PLACES], False),
         (lambda x: x[:1].sqrt()[PLACES], True),
         (lambda x: x[:1][2 - 2 * BEHIND], True),  # of zero it is no index, either
-        (lambda x: torch.linalg.cholesky(torch.diag_embed(x)), True),
+        (_decomposed, True),
     ],
 )
 def test_values_that_may_be_nan_are_seen_by_running_what_they_come_from(
@@ -602,5 +606,8 @@ def test_values_that_may_be_nan_are_seen_by_running_what_they_come_from(
         return module.forward
 
     torch._dynamo.reset()
-    torch.compile(program, backend=backend, fullgraph=True)(inputs()[0])
+    with events.collect() as happened:
+        torch.compile(program, backend=backend, fullgraph=True)(inputs()[0])
     assert found == [expected]
+    assert all(each.code == "PROBE_FAILED" and "LinAlgError" in each.message for each in happened)
+    assert len(happened) == (program is _decomposed)  # what raises on random numbers is in doubt, and told

@@ -23,6 +23,7 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.shapes import SHAPES, Size, build
+from lz_compile.ground import events
 from lz_compile.lowering import inductor
 from lz_compile.lowering.regions import INVOKE, untangle, writing_to_no_operand
 from lz_compile.passes.layers import fold
@@ -554,6 +555,18 @@ def test_the_trial_of_a_backward_pass_finds_each_fault(monkeypatch, tmp_path, fa
         monkeypatch.setattr(inductor, "untangle", lambda graph: None)
     with torch._inductor.config.patch(force_disable_caches=True):
         assert "it is off by" in fold.why_not_differentiated(torch.device("cpu"))
+
+
+def test_a_trial_of_a_backward_pass_that_raises_is_an_event_and_no_trust(monkeypatch, tmp_path):
+    def fails(device: torch.device) -> str:
+        raise RuntimeError(f"nothing runs on {device}")
+
+    monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(fold, "_try", fails)
+    with events.collect() as happened:
+        assert "nothing runs on cpu" in fold.why_not_differentiated(torch.device("cpu"))
+    assert [each.code for each in happened] == ["REGIONS_NOT_TRIED"]
+    assert "RuntimeError: nothing runs on cpu" in happened[0].message
 
 
 def test_what_a_region_hands_out_twice_is_made_outside_of_it():

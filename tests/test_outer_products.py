@@ -188,6 +188,44 @@ def test_other_running_sums_stay_and_say_why(name: str) -> None:
     torch.testing.assert_close(found, parts(form(*given)))
 
 
+CANCELLED: dict[str, Form] = {
+    "in what is summed": lambda q, k, v: einsum(
+        ((k[..., :, None] * v[..., None, :]) * k[..., None] / k[..., None]).cumsum(2), q
+    ),
+    "partly": lambda q, k, v: einsum(
+        ((k[..., :, None] * v[..., None, :]) * q[..., None] * q[..., None] / q[..., None]).cumsum(2), q
+    ),
+    "in the queries": lambda q, k, v: (
+        (k[..., :, None] * v[..., None, :]).cumsum(2) * k[..., None] / k[..., None] * q[..., None]
+    ).sum(-2),
+}
+
+
+@pytest.mark.parametrize("name", CANCELLED)
+def test_what_is_divided_by_as_well_stays_since_zeros_in_it_make_nan(name: str) -> None:
+    given = inputs(wants_grad=False)
+    for each in given[:2]:
+        each[0, 1, 3, 2] = 0
+    found, backend = run(CANCELLED[name], given)
+    assert not backend.report.matches
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["CANCELS_OUT"], backend.why_not()
+    torch.testing.assert_close(found, parts(CANCELLED[name](*given)), equal_nan=True)
+
+
+def test_decays_of_zero_that_are_multiplied_up_are_no_number_from_there_on() -> None:
+    def form(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        decays = q.relu()[..., None].cumprod(2)
+        return einsum(decays * (k.unsqueeze(-1) * v.unsqueeze(-2) / decays).cumsum(2), q)
+
+    given = [each.abs() + 0.5 for each in inputs(wants_grad=False)]
+    given[0][0, 1, 3, 2], given[0][1, 0, 0, 1] = 0, 0
+    found, backend = run(form, given)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    (wanted,) = parts(form(*given))
+    assert 0 < wanted.isnan().sum() < wanted.numel()
+    torch.testing.assert_close(found, [wanted], equal_nan=True)
+
+
 @pytest.mark.parametrize(
     "weighed", [lambda drive: drive / 0, lambda drive: drive * math.inf, lambda drive: drive * math.nan]
 )

@@ -183,10 +183,12 @@ def test_a_step_that_someone_else_reads_is_kept() -> None:
     torch.testing.assert_close(got, scan(a, b))
 
 
-def test_few_steps_are_left_to_inductor() -> None:
-    a, b = inputs((2, 8, 3), torch.float64, 0)
+@pytest.mark.parametrize(("steps", "codes"), [(8, ["SCAN_SHORT"]), (3, [])])
+def test_few_steps_are_left_to_inductor_and_told_unless_they_are_next_to_none(steps: int, codes: list[str]) -> None:
+    a, b = inputs((2, steps, 3), torch.float64, 0)
     got, backend = compiled(joined(1), a, b)
     assert not backend.report.matches
+    assert [miss.reason.code for miss in backend.report.near_misses] == codes, backend.why_not()
     torch.testing.assert_close(got, reference(a, b, 1))
 
 

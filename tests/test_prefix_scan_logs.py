@@ -87,13 +87,20 @@ def test_lengths_may_be_symbolic(function: Callable[..., Tensor]) -> None:
     assert [match.rewritten for match in backend.report.matches if match.op == "scan"] == [True], backend.why_not()
 
 
-def test_a_decay_of_zero_is_no_number_from_there_on() -> None:
-    def function(a: Tensor, x: Tensor) -> Tensor:
-        sums = a.log().cumsum(1)
-        return (sums + (x - sums).logcumsumexp(1)).exp()
+def by_logarithms(a: Tensor, x: Tensor) -> Tensor:
+    sums = a.log().cumsum(1)
+    return (sums + (x - sums).logcumsumexp(1)).exp()
 
-    a, x = torch.rand(2, 32, 9), torch.randn(2, 32, 9)
-    a[0, 7, 3] = 0
+
+def by_factors(a: Tensor, x: Tensor) -> Tensor:
+    products = a.cumprod(1)
+    return products * (x / products).cumsum(1)
+
+
+@pytest.mark.parametrize("function", [by_logarithms, by_factors])
+def test_a_decay_of_zero_is_no_number_from_there_on(function: Callable[..., Tensor]) -> None:
+    a, x = torch.rand(2, 32, 9) + 0.1, torch.randn(2, 32, 9)
+    a[0, 7, 3], a[1, 0, 2] = 0, 0
     torch._dynamo.reset()
     backend = Rewriting()
     got = torch.compile(function, backend=backend, fullgraph=True)(a, x)

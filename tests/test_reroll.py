@@ -842,6 +842,21 @@ def test_what_nobody_differentiates_of_a_loop_gets_no_zeros(name, is_stacked):
     torch.testing.assert_close(found[1][:-1], found[0][:-1])
 
 
+def test_a_step_with_a_check_that_gives_nothing_stays_and_says_so():
+    def function(x, a):
+        h, rows = x.new_zeros(B, D, D), []
+        for t in range(T):
+            h = torch.linalg.inv(3 * torch.eye(D, dtype=x.dtype) + h + a[:, t, None] * x[:, t, :, None] / 9)
+            rows.append(h)
+        return torch.stack(rows, 1)
+
+    backend = Rewriting(loops="roll")
+    x, a = sequences()
+    torch.testing.assert_close(torch.compile(function, backend=backend)(x, a), function(x, a))
+    assert not backend.report.loops
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["EFFECT_INSIDE"], backend.why_not()
+
+
 def test_rows_without_a_gradient_are_stored_without_one():
     def function(x, a):
         h, stored = x[:, 0], torch.zeros_like(a)

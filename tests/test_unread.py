@@ -107,6 +107,25 @@ def _scores_mixed_by_a_convolution(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.conv2d(scores(q, k), MIXER[:, :, None, None]).softmax(-1) @ v
 
 
+def _heads_split(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    one, other = scores(q, k).softmax(-1).chunk(2, 1)
+    return torch.cat([one @ v[:, :2], other @ v[:, 2:].sin()], 1)
+
+
+def _heads_taken_one_by_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    heads = scores(q, k).softmax(-1).unbind(1)
+    return torch.stack([each @ v[:, head] for head, each in enumerate(heads)], 1)
+
+
+def _queries_split(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    found = scores(q, k).softmax(-1)
+    return torch.cat([found[:, :, :4] @ v, found[:, :, 4:] @ v.sin()], 2)
+
+
+def _keys_split(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scores(q, k).softmax(-1)[..., :8] @ v[:, :, :8]
+
+
 def _probabilities_mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     mixed = torch.einsum("hg,bhij->bgij", MIXER, F.dropout(scores(q, k).softmax(-1), 0.1, training=False))
     return F.layer_norm(mixed.transpose(1, -1), (4,)).transpose(1, -1) @ v
@@ -148,6 +167,10 @@ UNREAD: dict[Callable[..., Tensor], str] = {
     _over_the_first_dimension: "[SCORES_NOT_READ] the scores pass through index_select, which",
     _probabilities_gathered: "[PROBABILITIES_NOT_READ] the probabilities pass through gather, which",
     _probabilities_through_a_function: "[PROBABILITIES_NOT_READ] the probabilities pass through autograd_function",
+    _heads_split: "[PROBABILITIES_SPLIT] the probabilities are split by chunk",
+    _heads_taken_one_by_one: "[PROBABILITIES_SPLIT] the probabilities are split by unbind",
+    _queries_split: "[PROBABILITIES_SPLIT] the probabilities are split by getitem",
+    _keys_split: "[PROBABILITIES_NOT_READ] the probabilities pass through getitem, which",
     _scores_mixed: "[HEADS_MIXED] the scores of different heads",
     _scores_mixed_by_a_linear_map: "[HEADS_MIXED] the scores of different heads",
     _both_mixed_by_linear_maps_with_biases: "[HEADS_MIXED] the scores of different heads",

@@ -142,6 +142,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: _solve(inputs=lambda bucket: torch.ones(2, 2)), "inputs"),
     (lambda: _solve(options=3, inputs=lambda bucket: ([], {})), "options"),
     (lambda: _solve(budget_s="long"), "budget_s"),
+    (lambda: _solve(compile_jit=torch.ones(2)), "compile_jit"),
     (lambda: _serve(model=3), "model"),
     (lambda: _serve(mode=3), "mode"),
     (lambda: _serve(options=3), "options"),

@@ -236,6 +236,7 @@ def _written(graph: fx.Graph) -> list[int] | str:
         effects = Effects(graph)
         owners = {effects.owner(target) for _, target in effects.writes_made}
     except Exception as error:  # noqa: BLE001 a fault of ours must not break the call
+        events.record("NOT_VERIFIED", "looking for what the graph overwrites", error)
         return f"what it overwrites is not known ({type(error).__name__}: {error})"
     if any(owner.op == "get_attr" for owner in owners):
         return "it overwrites what is no input of it"

@@ -33,6 +33,7 @@ from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.lowering.configured import configuration
 from lz_compile.lowering.cpp_builds import element_by_element, kernels_joined, know_instructions
 from lz_compile.lowering.frames import RESTARTS, allow_counters, apart
+from lz_compile.lowering.masked_stores import choose_by_masks
 from lz_compile.lowering.overwritten_inputs import (
     copy_what_is_overwritten,
     hand_over_copies,
@@ -296,6 +297,7 @@ def _mend(graph: fx.Graph) -> None:
     """What Inductor's passes over a forward or a backward would make wrong values of."""
     hand_over_copies(graph)
     spell_out_factors(graph)
+    choose_by_masks(graph)
 
 
 def _keep(graph: fx.Graph) -> None:

@@ -80,7 +80,7 @@ def solve(
         SolveError: the buckets, positions or examples do not fit each other, or the model does not run at some size.
         OptionError: ``tune`` or one of the options is not valid.
     """
-    _check_kinds(model, shape_buckets, dims, inputs, model_id, budget_s)
+    _check_kinds(model, shape_buckets, dims, inputs, model_id, budget_s, compile_jit)
     made = _made(shape_buckets, (example_inputs, kwargs), dims, inputs)
     ours, rest = split({"layerzero.tune": tune, **named_options(options)})
     start, device = time.perf_counter(), torch.device("cpu")
@@ -229,7 +229,13 @@ def _tensors(given: Any) -> list[torch.Tensor]:
 
 
 def _check_kinds(
-    model: object, shape_buckets: object, dims: object, inputs: object, model_id: object, budget_s: object
+    model: object,
+    shape_buckets: object,
+    dims: object,
+    inputs: object,
+    model_id: object,
+    budget_s: object,
+    compile_jit: object,
 ) -> None:
     arguments = Arguments("solve")
     arguments.instance("model", model, Callable, "as a module or a function")
@@ -241,6 +247,7 @@ def _check_kinds(
     arguments.instance("inputs", inputs, Callable, "as a function of a bucket", optional=True)
     arguments.instance("model_id", model_id, str, "as text", optional=True)
     arguments.number("budget_s", budget_s, optional=True)
+    arguments.flag("compile_jit", compile_jit)
 
 
 def _made(

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lz_compile.api.arguments import is_plain
 from lz_compile.api.rolling.facts import (
@@ -31,6 +30,8 @@ from lz_compile.api.rolling.syntax import NotRolledError
 from lz_compile.api.rolling.trees import leaves
 from lz_compile.api.rolling.twins import Part
 from lz_compile.ground.events import record
+from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.writes import WithoutEffects
 
 #: From so many steps on a loop is compiled, in seconds, where the model is not.
 EAGER_STEPS = 256
@@ -205,8 +206,7 @@ class Support:
             return carry, ys
         except Exception as error:  # noqa: BLE001  # whatever a compiler says, the steps are what they are
             self.compiled[key] = None
-            text = (str(error).splitlines() or [""])[0]
-            record("LOOP_NOT_COMPILED", f"the loop at {self.where(key)}: {text}")
+            record("LOOP_NOT_COMPILED", f"the loop at {self.where(key)}", error)
         return self._tried(key, step, init, answers, items, given[0], given[1])
 
     def _tried(
@@ -226,7 +226,7 @@ class Support:
         kinds: list[Any] = [None if peels else _kinds(init)]
         for i in range(steps):
             told = answers[0 if i == 0 else 2 if i == steps - 1 else 1]
-            with _NoEffects() if self.is_tried else nullcontext():  # type: ignore[no-untyped-call]  # torch leaves it so
+            with _without_effects() if self.is_tried else nullcontext():
                 held = pytree.tree_map(lambda each: each, carry)  # containers of their own, around the same tensors
                 carry, ys = step(*held, *told, *(_item(each, i, steps) for each in items))
             kinds.append(_kinds(carry))
@@ -261,13 +261,13 @@ def _memory(tree: Any) -> set[int]:
     return {each.untyped_storage().data_ptr() for each in tensors}
 
 
-class _NoEffects(TorchDispatchMode):
-    """Refuses what has no results, such as the check that a matrix had an inverse: AOTAutograd (2.13) loses count of them."""
-
-    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not operator._schema.returns and not operator._schema.is_mutable:
-            raise NotRolledError(f"it calls {operator}, which gives nothing: PyTorch's scan cannot")
-        return operator(*args, **(kwargs or {}))
+@contextmanager
+def _without_effects() -> Iterator[None]:
+    try:
+        with WithoutEffects():  # type: ignore[no-untyped-call]  # torch leaves it so
+            yield
+    except RefusedError as refusal:
+        raise NotRolledError(str(refusal)) from refusal
 
 
 def _item(items: Tensor | Items | None, step: int, steps: int) -> Tensor | None:

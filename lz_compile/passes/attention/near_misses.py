@@ -15,7 +15,7 @@ from typing import Any
 from torch import fx
 
 from lz_compile.ground.reasons import Reason
-from lz_compile.ground.sizes import shape_of
+from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.attention import scores
 from lz_compile.passes.attention.scores import FAR, is_product, is_weight, mixed_scores, path_to, scores_behind
 from lz_compile.passes.formula import contraction, layout
@@ -106,7 +106,7 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
         if after is not None and _are_combined(effects, call.node):
             return _COMBINED
         if after is not None:
-            return _through(effects, "probabilities", after[1:])
+            return _split(effects, call, after[1:]) or _through(effects, "probabilities", after[1:])
         is_picked = (
             path_to([call.node], lambda node: node.users, lambda node: effects.name(node) in _PICKS, lambda _: False)
             is not None
@@ -233,6 +233,22 @@ def _is_whole(node: fx.Node, scores: fx.Node) -> bool:
     """Whether a tensor has an element for every score."""
     given, wanted = (tensor_of(each) for each in (node, scores))
     return given is not None and wanted is not None and shape_of(given) == shape_of(wanted)
+
+
+def _split(effects: Effects, softmax: Call, path: list[fx.Node]) -> tuple[Reason, str] | None:
+    """How probabilities are taken apart, whole rows of them, before they meet values; None where they are not."""
+    name = effects.name(path[0])
+    part = next((tensor for each in path if (tensor := tensor_of(each)) is not None), None)
+    whole = known_tensor(softmax.node)
+    if name not in _TAKEN_APART or part is None or part.dim() > whole.dim():
+        return None
+    dim = softmax.get("dim")
+    keys = (-1 if dim is None else dim % whole.dim() - whole.dim()) if softmax.name in _NORMALISED else -1
+    if -keys > part.dim() or as_size(part.shape[keys]) != as_size(whole.shape[keys]):
+        return None
+    text = f"the probabilities are split by {name}, as into heads, and each part weighs values of its own"
+    edit = "split the queries (and the keys, where heads are split) instead, and take a softmax for each part"
+    return Reason("PROBABILITIES_SPLIT", text), edit
 
 
 def _through(effects: Effects, what: str, path: list[fx.Node]) -> tuple[Reason, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,7 +15,12 @@ from lz_compile.passes.graph.view import origin_of, value_of
 
 
 class Emitter:
-    """Appends calls to a graph at its insertion point, with metadata. ``like`` is where they come from in the source."""
+    """Appends calls to a graph at its insertion point, with metadata. ``like`` is where they come from in the source.
+
+    Example values are computed ``within`` a mode of its user's.
+    """
+
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def __init__(self, graph: fx.Graph, mode: Any, ambient: Ambient, like: fx.Node) -> None:
         self.graph = graph
@@ -37,7 +43,7 @@ class Emitter:
 
     def compute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The example value of a call."""
-        with faking(self.mode, self.ambient):
+        with faking(self.mode, self.ambient), self.within():
             return function(*pytree.tree_map(readable, args), **pytree.tree_map(readable, kwargs))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError, told
@@ -150,6 +151,21 @@ def refuse_impure(node: fx.Node) -> None:
     if objection is not None:
         code, text, edit = objection
         raise RefusedError(code, f"{told(node)} {text}", edit)
+
+
+class WithoutEffects(TorchDispatchMode):
+    """Refuses what gives nothing, such as the check that a matrix had an inverse: AOTAutograd (2.13) loses count of them."""
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call it.
+
+        Raises:
+            RefusedError: it is an operator without results that writes to nothing.
+        """
+        if not operator._schema.returns and not operator._schema.is_mutable:
+            text = f"it calls {operator}, which gives nothing: PyTorch's scan cannot"
+            raise RefusedError("EFFECT_INSIDE", text, "call what checks nothing, such as torch.linalg.inv_ex")
+        return operator(*args, **(kwargs or {}))
 
 
 def refuse_transformed(ambient: Ambient) -> None:

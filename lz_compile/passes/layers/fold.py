@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.nn import functional as F
 
-from lz_compile.ground import machine
+from lz_compile.ground import events, machine
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.store import Store
@@ -278,6 +278,7 @@ def why_not_differentiated(device: torch.device) -> str:
         where = f"{machine.proven_on(device)} {configured.settings_digest()}"
         return Store("regions").recall(where, Tried, lambda: Tried(_try(device))).wrong
     except Exception as error:  # noqa: BLE001 what cannot be tried is not trusted, and the reason says so
+        events.record("REGIONS_NOT_TRIED", "no backward pass goes through regions", error)
         return f"it cannot be tried here: {type(error).__name__}: {error}"
 
 

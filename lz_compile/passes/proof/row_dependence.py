@@ -6,6 +6,7 @@ one element at a time, and which give views. What is known of nobody, operators 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -16,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lz_compile.ground import events
 from lz_compile.ground.isolation import isolated
 from lz_compile.lowering.kept import kernel_behind
 from lz_compile.lowering.opaque import kernel_of
@@ -127,6 +129,8 @@ def why_dependent(node: fx.Node, keeps_rows: KeepsRows) -> str:
         with isolated(), FakeTensorMode(allow_non_fake_inputs=True), listing:
             run([node], {each: _known(each) for each in node.all_input_nodes})
     except Exception as error:  # noqa: BLE001 whatever a call raises without its surroundings, it is told
+        text = f"{call.name} is taken to give a row other bits in another batch: it does not run by itself"
+        events.record("PROBE_FAILED", text, error, level=logging.INFO)
         return f"unknown ({type(error).__name__})"
     return listing.found[0] if listing.found else ""
 

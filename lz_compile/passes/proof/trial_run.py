@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from lz_compile.ground import events
 from lz_compile.ground.isolation import isolated
 from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.refusal import told
@@ -330,7 +332,9 @@ def may_be_special(node: fx.Node) -> bool:
             return not bool(value.isfinite().all())
         except IndexError:
             continue
-        except Exception:  # noqa: BLE001 whatever else a run on random numbers raises is doubt
+        except Exception as error:  # noqa: BLE001 whatever else a run on random numbers raises is doubt
+            text = f"{node.name} is taken to be NaN or infinite somewhere: it does not run on random numbers"
+            events.record("PROBE_FAILED", text, error, level=logging.INFO)
             return True
     return True
 

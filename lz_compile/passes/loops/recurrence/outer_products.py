@@ -22,7 +22,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, mutated
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, Updates, dims_of, too_short
-from lz_compile.passes.loops.recurrence.prefix_scan_reads import StatesRead, multiplied, read_of
+from lz_compile.passes.loops.recurrence.prefix_scan_reads import StatesRead, multiplied, read_of, uncancelled
 from lz_compile.passes.loops.roll.worthwhile import LEAST_CONTRACTIONS
 from lz_compile.passes.rewriting.core import Core, core_between
 
@@ -79,7 +79,10 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
 
 def with_reads(scan: PrefixScan, effects: Effects) -> PrefixScan:
     """A recurrence with what is read of its states, if that is one product; what drives it is taken apart where it may be."""
-    read = None if scan.is_reversed else read_of(scan, effects)
+    try:
+        read = None if scan.is_reversed else read_of(scan, effects)
+    except RefusedError:  # then the states are there as they are, and are read so
+        read = None
     if read is None:
         return scan
     try:
@@ -104,7 +107,7 @@ def _updates_of(scan: PrefixScan, read: StatesRead, effects: Effects) -> Updates
     """What drives a recurrence as rank-one updates: the factors that have rows, and all others.
 
     Raises:
-        RefusedError: the products are used by others as well.
+        RefusedError: the products are used by others as well, or a factor of theirs is divided by.
     """
     region = Region(effects)
     product, is_outer = _opened(region, scan.drive, scan.dims[scan.drive])
@@ -140,6 +143,9 @@ def _opened(region: Region, node: fx.Node, dims: Dims, depth: int = 0) -> tuple[
     """A tensor as a product of others, and whether one of these products is outer: each factor lacks an axis of it.
 
     What holds no outer product is one factor.
+
+    Raises:
+        RefusedError: a factor is divided by as well.
     """
     given = None if depth > _DEEP else multiplied(region.effects.calls.get(node), dims)
     if given is None:
@@ -157,4 +163,4 @@ def _opened(region: Region, node: fx.Node, dims: Dims, depth: int = 0) -> tuple[
     factors = [
         (next(values) if isinstance(each, fx.Node) else region.scalar(each)) ** power for each, _, power in given
     ]
-    return sympy.Mul(*factors), is_outer
+    return uncancelled(factors, "an outer product"), is_outer

@@ -9,15 +9,17 @@ float64 and held against the recurrence.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import sympy
 import torch
 from torch import fx
 
+from lz_compile.ground import events
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import Size, as_size
 from lz_compile.passes.formula import layout
@@ -27,6 +29,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of, where_of
 from lz_compile.passes.loops.recurrence.prefix_scan_reads import StatesRead
+from lz_compile.passes.loops.roll.search import LEAST_STEPS
 from lz_compile.passes.loops.roll.worthwhile import LEAST_POINTWISE
 from lz_compile.passes.proof.agreement import agree
 from lz_compile.passes.proof.running import Subgraph
@@ -60,7 +63,8 @@ class PrefixScan:
     """``output[t] = decay[t] * output[t - 1] + drive[t]`` along dimension ``dim``; without a decay, a sum.
 
     ``core`` are the nodes between, in graph order, ``output`` last. ``dims`` are the axes of all three. With ``logs`` decays
-    are given as logarithms, of each step, or of the product of all up to it (``"sums"``), with ``has_log_drive`` the drive.
+    are given as logarithms, of each step, or of the product of all up to it (``"sums"``), with ``has_log_drive`` the drive;
+    of ``"products"`` the source divides by what they multiply up to.
     Where it ``is_reversed``, the state before is that of the next index.
     ``read`` is how the states are read, where they themselves are no result, and ``updates`` are what ``drive`` is then.
     """
@@ -71,7 +75,7 @@ class PrefixScan:
     drive: fx.Node
     decay: fx.Node | None
     dims: Mapping[fx.Node, Dims]
-    logs: Literal["none", "steps", "sums"] = "none"
+    logs: Literal["none", "products", "steps", "sums"] = "none"
     has_log_drive: bool = False
     is_reversed: bool = False
     read: StatesRead | None = None
@@ -92,6 +96,8 @@ def prefix_scans(graph: fx.Graph, effects: Effects) -> Iterator[PrefixScan | Nea
         try:
             scan = reader.read(node)
         except RefusedError as refusal:
+            if refusal.__cause__ is not None:
+                events.record("PROBE_FAILED", f"{node.name} is left as it is", refusal.__cause__, level=logging.INFO)
             pieces = frozenset(reader.core(node))
             misses.append(NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node), pieces, is_whole=True))
             continue
@@ -120,13 +126,13 @@ class _Reader:
         """The recurrence that ends at a node.
 
         Raises:
-            RefusedError: it is built like one, and computes something else.
+            RefusedError: it is built like one, and computes something else, or has few steps.
         """
         if output not in self._moved or not self._may_end(output):
             return None
         core = self.core(output)
         for dim, steps in enumerate(known_tensor(output).shape):
-            if not isinstance(steps, int) or steps < LEAST_POINTWISE:
+            if not isinstance(steps, int) or steps < LEAST_STEPS:
                 continue
             mixing = sum(self._mixes(node, dim) for node in core)
             leaves = self._leaves(core, dim, steps)
@@ -135,7 +141,10 @@ class _Reader:
                     text = f"{output.name} is put together of pieces over time by {len(core):,} calls: too many are not read"
                     edit = f"use associative_scan, or fewer levels: up to {_MOST_CALLS:,} calls are read"
                     raise RefusedError("PREFIX_SCAN_LONG", text, edit)
-                return self._proven(output, core, dim, leaves)
+                if steps >= LEAST_POINTWISE:
+                    return self._proven(output, core, dim, leaves)
+                if self._is_proven(output, core, dim, leaves):
+                    raise too_short(f"{steps} steps of a recurrence in logarithmic depth", f"{LEAST_POINTWISE} steps")
         return None
 
     # ---- what is read ---------------------------------------------------------------------------------------------
@@ -243,6 +252,12 @@ class _Reader:
                 dims = dims_of(output, leaves)
                 return PrefixScan(output, tuple(between), dim, drive, decay, dims, is_reversed=is_reversed)
         raise _unknown(output, "something else than h[t] = a[t] * h[t - 1] + b[t]")
+
+    def _is_proven(self, *candidate: Any) -> bool:
+        try:
+            return self._proven(*candidate) is not None
+        except RefusedError:  # of few steps nothing is said of what is something else
+            return False
 
     def _coupled(
         self, output: fx.Node, between: Sequence[fx.Node], given: Mapping[fx.Node, torch.Tensor], dim: int

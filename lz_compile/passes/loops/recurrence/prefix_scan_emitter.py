@@ -55,14 +55,14 @@ class PrefixScanEmitter(TableEmitter):
         }
 
     def operands(self, builder: Builder) -> Any:
-        """Those of the table, from logarithms where the source has these."""
+        """Those of the table, from what the source accumulates of decays where it has that."""
         x = super().operands(builder)
         scan = self.scan
         if scan.is_reversed:
             decay: Any = x.decay
             drive: Any = x.drive
             x = replace(x, decay=None if decay is None else decay.flip(2), drive=drive.flip(2))
-        return x if scan.logs == "none" else _of_logs(x, are_sums=scan.logs == "sums", has_log_drive=scan.has_log_drive)
+        return x if scan.logs == "none" else _accumulated(x, scan)
 
     @property
     def _groups(self) -> _Groups:
@@ -119,20 +119,21 @@ class PrefixScanEmitter(TableEmitter):
         return tuple(dim for dim in self.scan.dims[self.scan.output] if dim)
 
 
-def _of_logs(x: Operands, *, are_sums: bool, has_log_drive: bool) -> Operands:
-    """The operands ``[1, 1, T, 1, V]`` from logarithms of decays, and of what drives.
+def _accumulated(x: Operands, scan: PrefixScan) -> Operands:
+    """The operands ``[1, 1, T, 1, V]`` from decays that the source multiplies up, or their logarithms, and from what drives.
 
     From a decay of zero on, whose logarithm is infinite, the source has no number, and neither has this.
     """
     decay: Any = x.decay
     drive: Any = x.drive
-    lost = torch.where(decay == -torch.inf, torch.nan, 0.0)
-    if are_sums:
+    lost = torch.where(decay == (0 if scan.logs == "products" else -torch.inf), torch.nan, 0.0)
+    if scan.logs == "sums":
         first = torch.zeros_like(decay[:, :, :1])
         decay = torch.cat((first, decay[:, :, 1:] - decay[:, :, :-1]), 2)
+    decay = decay if scan.logs == "products" else torch.exp(decay)
     if drive is None:  # updates do: nothing times NaN is NaN
-        return replace(x, decay=torch.exp(decay) + lost)
-    return replace(x, decay=torch.exp(decay), drive=(torch.exp(drive) if has_log_drive else drive) + lost)
+        return replace(x, decay=decay + lost)
+    return replace(x, decay=decay, drive=(torch.exp(drive) if scan.has_log_drive else drive) + lost)
 
 
 def match_of(scan: PrefixScan, effects: Effects) -> Match:

@@ -110,7 +110,7 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
         return None
     if any(known_tensor(each).dim() != tensor.dim() for each in leaves):
         return None
-    decays: Literal["none", "steps", "sums"] = "none" if around.is_product else "steps" if is_own else "sums"
+    decays: Literal["products", "steps", "sums"] = "products" if around.is_product else "steps" if is_own else "sums"
     drives = call.name == "logcumsumexp"
     return PrefixScan(output, core, dim, around.drive, decay, dims_of(output, leaves), decays, drives)
 

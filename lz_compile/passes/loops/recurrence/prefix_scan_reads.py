@@ -7,7 +7,7 @@ writes them. The last states may be read beside that.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from lz_compile.passes.formula.contraction import PRODUCTS
 from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_dead
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import MutatedError
+from lz_compile.passes.graph.refusal import MutatedError, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, tensor_operands
 from lz_compile.passes.loops.roll.slices import elements_of
 from lz_compile.passes.rewriting.core import find_core
@@ -62,7 +62,11 @@ class StatesRead:
 
 
 def read_of(scan: PrefixScan, effects: Effects) -> StatesRead | None:
-    """How states are read, if that is by one product, and the last of them beside; nothing is overwritten."""
+    """How states are read, if that is by one product, and the last of them beside; nothing is overwritten.
+
+    Raises:
+        RefusedError: what they are multiplied by is divided by as well.
+    """
     states, dims, time = scan.output, scan.dims[scan.output], scan.time
     inner, products, others = _around(states, effects)
     if len(products) != 1:
@@ -161,7 +165,25 @@ def _product(
         (region.leaf(node, _renamed(each, names)) if isinstance(node, fx.Node) else region.scalar(node)) ** power
         for node, each, power in others
     ]
-    return _renamed(own, names), sympy.Mul(*factors), region, axes_of(_renamed((summed,), names))
+    query = uncancelled(factors, "what reads the states")
+    return _renamed(own, names), query, region, axes_of(_renamed((summed,), names))
+
+
+def uncancelled(factors: Sequence[sympy.Expr], what: str) -> sympy.Expr:
+    """The product of factors.
+
+    Raises:
+        RefusedError: one of them is divided by as well: where it is zero, the source has no number.
+    """
+    powers = [factor.as_powers_dict() for factor in factors]
+    above, below = (
+        {base for each in powers for base, power in each.items() if base.free_symbols and sign * power > 0}
+        for sign in (1, -1)
+    )
+    if above & below:
+        text = f"{what} is multiplied and divided by the same values: NaN where these are zero would be lost"
+        raise RefusedError("CANCELS_OUT", text, "multiply by what is left of them")
+    return sympy.Mul(*factors)
 
 
 def _apart(

@@ -16,6 +16,7 @@ from lz_compile.passes.graph.emitter import Emitter
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import known_tensor, memory_of, needed, read, tensor_of, value_of, where_of
+from lz_compile.passes.graph.writes import WithoutEffects
 from lz_compile.passes.loops.roll.body import Around, Body, Carried, Entry, Part, Ref, Streamed
 from lz_compile.passes.loops.roll.search import is_number
 from lz_compile.passes.loops.roll.steps import Steps, kind_of, kind_of_value
@@ -75,6 +76,7 @@ def step_graph(
     used = _used(body, [result.ref for result in results], finals)
     slots, streams, around = (sorted(ref.number for ref in used if isinstance(ref, kind)) for kind in _HANDED)
     emit = emitter(graph := fx.Graph(), body.steps.node(0, 0))
+    emit.within = WithoutEffects
     values: dict[Ref, fx.Node] = {}
     stopped: set[fx.Node] = set()
     for slot in slots:
