@@ -269,7 +269,7 @@ def mixed_refusal(what: str) -> tuple[Reason, str]:
 
 def is_pointwise_convolution(call: Call) -> bool:
     """Whether a call is a convolution over single elements, which mixes channels: of scores, those are the heads."""
-    weight = tensor_of(call.arguments.get("weight", call.arguments.get("#1")))
+    weight = tensor_of(call.get("weight"))
     return call.name in _CONVOLUTIONS and weight is not None and all(size == 1 for size in shape_of(weight)[2:])
 
 

@@ -65,9 +65,9 @@ def read(region: Region, call: Call, dims: Dims) -> Contraction | None:
 
 
 def _cdist(region: Region, call: Call, dims: Dims) -> Contraction | None:
-    nodes = [call.input if call.input is not None else call.get("x1"), call.get("x2", call.arguments.get("#1"))]
+    nodes = [call.input, call.get("other")]
     tensors = [tensor_of(node) for node in nodes]
-    if call.get("p", call.arguments.get("#2", 2)) != 2 or any(tensor is None for tensor in tensors):
+    if call.get("p", 2) != 2 or any(tensor is None for tensor in tensors):
         return None
     shapes = [shape_of(tensor) for tensor in tensors if tensor is not None]
     summed = () if shapes[0][-1] == 1 else (Axis(shapes[0][-1]),)

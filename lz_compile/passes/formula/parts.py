@@ -267,7 +267,7 @@ def _shown(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
 
 def _sum(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
     """A sum over a dimension of pairs, as of rotation matrices."""
-    named = named_dim(call, "#1")
+    named = named_dim(call)
     if named is None or named[1] != 2 or call.get("dtype") is not None:
         return None
     has_dim = call.get("keepdim") is True

@@ -308,7 +308,7 @@ def _element(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
 
 
 def _norm(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
-    if call.get("p", call.get("ord", call.arguments.get("#1", 2))) not in (2, 2.0, None, "fro"):
+    if call.get("p", call.get("ord", 2)) not in (2, 2.0, None, "fro"):
         raise _OtherError("takes another norm than the Euclidean one")
     return sympy.sqrt(reader.total(_element(reader, call, dims) ** 2))
 
@@ -325,8 +325,7 @@ def _product(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
 
 
 def _cosine_similarity(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
-    given = [call.get("x1", call.input), call.get("x2", call.arguments.get("#1"))]
-    at, floor = call.get("dim", call.arguments.get("#2", 1)), call.get("eps", call.arguments.get("#3", 1e-8))
+    given, at, floor = [call.input, call.get("other")], call.get("dim", 1), call.get("eps", 1e-8)
     tensors = [tensor_of(each) for each in given]
     if any(tensor is None for tensor in tensors) or not isinstance(at, int):
         raise _OtherError("is no cosine of two tensors")

@@ -53,7 +53,7 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
     Raises:
         RefusedError: it does, and is used otherwise.
     """
-    result, source, dim = tensor_of(call.node), tensor_of(call.input), call.get("dim", call.arguments.get("#1"))
+    result, source, dim = tensor_of(call.node), tensor_of(call.input), call.get("dim")
     if result is None or source is None or not isinstance(dim, int) or not result.is_floating_point():
         return None
     if not source.is_floating_point() or effects.ambient(call.node).is_transformed:

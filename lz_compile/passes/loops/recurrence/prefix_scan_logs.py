@@ -78,7 +78,7 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
         RefusedError: its states are used as logarithms, someone else reads a part of it, or memory is overwritten.
         LayoutError: a layout has no exact form in axes.
     """
-    tensor, dim = tensor_of(call.node), _dim(call)
+    tensor, dim = tensor_of(call.node), call.get("dim")
     inner = effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
     if tensor is None or not isinstance(dim, int) or inner is None or inner.name not in _RUNNING[call.name]:
         return None
@@ -92,7 +92,7 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
         return None
     own = effects.calls.get(around.decay)
     runs = own is not None and own.name == ("cumprod" if around.is_product else "cumsum")
-    is_own = runs and own is not None and _dim(own) in (dim, dim - tensor.dim()) and own.get("dtype") is None
+    is_own = runs and own is not None and own.get("dim") in (dim, dim - tensor.dim()) and own.get("dtype") is None
     if (isinstance(steps, int) and steps < LEAST_POINTWISE) or count < _LEAST_NUMBERS:
         text = f"two running sums over {steps} steps, of {count} numbers, for h[t] = a[t] * h[t - 1] + b[t]"
         raise too_short(text, f"{LEAST_POINTWISE} steps and {_LEAST_NUMBERS} numbers")
@@ -113,10 +113,6 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
     decays: Literal["none", "steps", "sums"] = "none" if around.is_product else "steps" if is_own else "sums"
     drives = call.name == "logcumsumexp"
     return PrefixScan(output, core, dim, around.drive, decay, dims_of(output, leaves), decays, drives)
-
-
-def _dim(call: Call) -> object:
-    return call.get("dim", call.arguments.get("#1"))
 
 
 def _around(effects: Effects, call: Call, inner: Call) -> _Around | None:

@@ -99,7 +99,7 @@ def _moved(node: fx.Node) -> Sequence[fx.Node]:
     call = read(node)
     if call is None or call.is_inplace:
         return []
-    operands = call.arguments.get("tensors", call.input) if call.name in ("stack", "cat") else call.input
+    operands = call.get("tensors", call.input)
     operands = operands if isinstance(operands, (list, tuple)) else [operands]
     moves = layout.rearranges(call) or is_cast(call) or call.name in _JOINS | _CASTS
     return operands if moves and all(isinstance(each, fx.Node) for each in operands) else []

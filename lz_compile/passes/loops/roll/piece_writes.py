@@ -17,8 +17,9 @@ from torch import fx
 from lz_compile.passes.editing.edit import MayEdit
 from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.emitter import origin_of
 from lz_compile.passes.graph.modes import Ambient, faking
-from lz_compile.passes.graph.view import memory_of, origin_of, read, tensor_of, value_of
+from lz_compile.passes.graph.view import memory_of, read, tensor_of, value_of
 from lz_compile.passes.graph.writes import writes
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
 from lz_compile.passes.loops.roll.slices import elements_of, range_of
