@@ -72,7 +72,7 @@ def real_sizes(match: Match) -> Sizes:
 
     small = representative_sizes(match)
     sizes = {axis: small[axis] if axis in match.trial.pinned else hint(axis.size) for axis in all_axes(match)}
-    for axis in (*axes_of(match.output_dims), None):
+    for axis in (*axes_of(match.site.output_dims), None):
         tied = {**sizes, **{axis: sizes[other] for axis, other in match.trial.ties.items()}}
         needed = sum(math.prod(shape(dims, tied)) for dims in {**match.inputs, **match.read}.values()) * 8 * 2
         if needed <= free / _SHARE:
@@ -80,7 +80,7 @@ def real_sizes(match: Match) -> Sizes:
         if axis is not None and axis not in match.trial.ties:
             sizes[axis] = min(sizes[axis], small[axis])
     text = f"cannot be tried at its real sizes, of {needed >> 20} MiB with {free >> 20} MiB free"
-    raise TrialError(f"a kernel for {match.op} at {match.where}", text, is_fatal=False)
+    raise TrialError(f"a kernel for {match.op} at {match.site.where}", text, is_fatal=False)
 
 
 def _hints(match: Match) -> Sizes:
@@ -101,6 +101,6 @@ def _by_size(size: Size) -> tuple[int, str]:
 def all_axes(match: Match) -> list[Axis]:
     """Those of all tensors that are read, and of the result."""
     found: dict[Axis, None] = {}
-    for dims in (*match.inputs.values(), *match.read.values(), match.output_dims):
+    for dims in (*match.inputs.values(), *match.read.values(), match.site.output_dims):
         found.update(dict.fromkeys(axes_of(dims)))
     return list(found)
