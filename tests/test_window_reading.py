@@ -13,8 +13,9 @@ from graphs import capture, effects_of, outputs_of
 from torch import Tensor, fx
 
 from lz_compile.passes.formula.axes import atoms, fresh
+from lz_compile.passes.masks.constants import Constants
+from lz_compile.passes.masks.index_reading import read_window
 from lz_compile.passes.masks.meaning import Window
-from lz_compile.passes.masks.reading import Masks
 
 SHAPE = (2, 3, 14, 2)
 Step = Callable[[Tensor], Tensor]
@@ -115,7 +116,7 @@ def test_what_is_read_of_any_program_is_what_it_gives(first: int) -> None:
         order = [dim[0] if dim else None for dim in dims]
         for query, key in itertools.permutations(places, 2):
             total += 1
-            found = Masks(effects).window(node, dims, order[query], order[key])
+            found = read_window(effects, Constants(effects), node, dims, order[query], order[key])
             if found is not None:
                 count += 1
                 got = shown(found, values.values[found.node], list(want.shape), query, key, order)

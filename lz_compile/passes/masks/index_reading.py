@@ -115,7 +115,7 @@ SELECTING = frozenset(moves.RULES) - {"pad"}
 def read_window(
     effects: Effects, constants: Constants, node: fx.Node, dims: Dims, query: Axis, key: Axis
 ) -> Window | None:
-    """The window that ``node`` is along two of its axes, None where it is none."""
+    """The window that ``node``, keys or values, is along the axes of queries and of places; None where it is none."""
     call = effects.calls.get(node)
     if call is None or call.name not in SELECTING:
         return None
@@ -181,8 +181,7 @@ class _Elements(Reader):
 def _as_strided(reader: _Elements, call: Call, dims: Dims) -> Value | None:
     """The place in memory, as places in the dimensions of the input."""
     source = known_tensor(call.input)
-    strides = call.get("stride", call.arguments.get("#2"))
-    begin, offset = source.storage_offset(), call.get("storage_offset", call.arguments.get("#3"))
+    begin, strides, offset = source.storage_offset(), call.get("stride"), call.get("storage_offset")
     own = [stride for stride in map(as_size, source.stride()) if isinstance(stride, int)]
     if len(own) < source.dim() or not all(isinstance(each, int) for each in (*strides, begin)):
         return None
@@ -203,8 +202,7 @@ def _as_strided(reader: _Elements, call: Call, dims: Dims) -> Value | None:
 
 def _joined(reader: _Elements, call: Call, dims: Dims) -> Value | None:
     """Pieces of one tensor that are evenly spaced, side by side: the piece by its number."""
-    tensors = call.get("tensors", call.input)
-    dim = call.get("dim", call.arguments.get("#1", 0))
+    tensors, dim = call.get("tensors"), call.get("dim", 0)
     if not isinstance(tensors, (tuple, list)) or len(tensors) < 2 or not isinstance(dim, int):
         return None
     dim %= len(dims)
