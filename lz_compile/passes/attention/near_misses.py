@@ -21,7 +21,7 @@ from lz_compile.passes.attention.scores import FAR, is_product, is_weight, mixed
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
-from lz_compile.passes.formula.distances import is_distance
+from lz_compile.passes.formula.contraction import is_distance
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import OUT_OF_PLACE, MutatedError, NearMiss, RefusedError, refusal_of, told

@@ -20,7 +20,7 @@ from lz_compile.passes.formula.axes import fresh
 from lz_compile.passes.formula.expressions import constant_value, is_constant, specialised
 from lz_compile.passes.formula.indices import Indices
 from lz_compile.passes.formula.pieces import SPLITS
-from lz_compile.passes.formula.bends import is_read
+from lz_compile.passes.formula.pointwise import is_read
 from lz_compile.passes.formula.projections import is_moved, rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled

@@ -13,11 +13,10 @@ from lz_compile.passes.blend.ranks import Rank, Ranks
 from lz_compile.passes.formula import moves
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, fresh, resolve
-from lz_compile.passes.formula.bends import AT_LEAST, AT_MOST, BENDS, is_read
 from lz_compile.passes.formula.expressions import constant_value, is_cast, tidy
 from lz_compile.passes.formula.indices import Indices
 from lz_compile.passes.formula.pieces import Piece
-from lz_compile.passes.formula.pointwise import Rule
+from lz_compile.passes.formula.pointwise import AT_LEAST, AT_MOST, BENDS, Rule, is_read
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of

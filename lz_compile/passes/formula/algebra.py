@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula import contraction, distances, layout
+from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, broadcast_from, resolve
 from lz_compile.passes.formula.expressions import (
     FLOORED,
@@ -217,14 +217,14 @@ class Region:
     def _is_contracted(self, call: Call) -> bool:
         """Whether a call that is no product by its name sums up products."""
         is_sum = call.name == "sum" and contraction.is_product_sum(self, call)
-        return is_sum or distances.is_distance(self.effects, call.node)
+        return is_sum or contraction.is_distance(self.effects, call.node)
 
     def up_to(self, stops: Container[fx.Node]) -> Region:
         """Another region of the same graph, that is read down to some values."""
         return Region(self.effects, expand_masks=True, stops=stops)
 
     def _express_call(self, call: Call, dims: Dims) -> sympy.Expr:
-        distance = distances.read(self, call, dims)
+        distance = contraction.read_distance(self, call, dims)
         if distance is not None:
             return self.leaf(call.node, dims, contraction_=distance)
         if call.name == "softmax" or (call.name == "sum" and contraction.is_product_sum(self, call)):

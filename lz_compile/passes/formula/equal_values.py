@@ -15,8 +15,7 @@ from torch import fx
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.expressions import is_constant, specialised
-from lz_compile.passes.formula.bends import BENDS
-from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.formula.pointwise import BENDS, is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import Call, value_of

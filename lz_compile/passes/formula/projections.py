@@ -16,7 +16,7 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.axes import LayoutError, fresh
 from lz_compile.passes.formula.expressions import is_cast, is_constant
-from lz_compile.passes.formula.bends import bends, is_read
+from lz_compile.passes.formula.pointwise import bends, is_read
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import EMITTED, Call, reached, tensor_of, tensor_operands
 

@@ -20,8 +20,7 @@ from lz_compile.lowering.ops.routing import EPS
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, broadcast_from
-from lz_compile.passes.formula.bends import AT_LEAST, BENDS, evaluate
-from lz_compile.passes.formula.pointwise import Rule
+from lz_compile.passes.formula.pointwise import AT_LEAST, BENDS, Rule, evaluate
 from lz_compile.passes.graph.refusal import MutatedError, RefusedError, told
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.routing.products import Products
