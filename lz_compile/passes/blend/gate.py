@@ -256,17 +256,15 @@ def _bounds(expression: sympy.Expr) -> tuple[sympy.Expr | None, sympy.Expr | Non
             break
         if is_low:
             low = limit
-        elif low is not None and not _are_ordered(low, limit):  # the upper one is applied first
+        elif low is not None and not (
+            low.is_number and limit.is_number and low <= limit
+        ):  # the upper one is applied first
             low = None
             break
         else:
             high = limit
         expression = inner
     return low, high, expression
-
-
-def _are_ordered(low: sympy.Expr, high: sympy.Expr) -> bool:
-    return bool(low.is_number and high.is_number and low <= high)
 
 
 def _sigmoid(expression: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:

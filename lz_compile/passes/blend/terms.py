@@ -285,10 +285,6 @@ def _div(sums: _Expansion, call: Call) -> Terms | None:
     return found[0] * (1.0 / found[1][()])
 
 
-def _not(sums: _Expansion, call: Call) -> Terms | None:
-    return _computed(LOGIC["not"])(sums, call) if is_boolean(call.input) else None
-
-
 def _compared(is_equal: bool) -> Rule:
     """A condition, or sums of such that are zero or one, compared with one of these."""
 
@@ -312,7 +308,7 @@ def _where(sums: _Expansion, call: Call) -> Terms | None:
 RULES: Mapping[str, Rule] = {
     **{name: _computed(rule) for name, rule in ARITHMETIC.items()},
     "div": _div,
-    "not": _not,
+    "not": lambda sums, call: _computed(LOGIC["not"])(sums, call) if is_boolean(call.input) else None,
     "eq": _compared(is_equal=True),
     "ne": _compared(is_equal=False),
     "where": _where,

@@ -227,14 +227,12 @@ class Region:
         distance = contraction.read_distance(self, call, dims)
         if distance is not None:
             return self.leaf(call.node, dims, contraction_=distance)
-        if call.name == "softmax" or (call.name == "sum" and contraction.is_product_sum(self, call)):
-            return self._special_leaf(call, dims)
-        if call.name in contraction.PRODUCTS:
+        if call.name in contraction.PRODUCTS or (call.name == "sum" and contraction.is_product_sum(self, call)):
             return self._product(call, dims)
         if call.name == "log_softmax":
             return sympy.log(self.leaf(call.node, dims, kind="softmax"))
-        if call.name in _REDUCTIONS:
-            return self.leaf(call.node, dims, kind=_REDUCTIONS[call.name])
+        if call.name == "softmax" or call.name in _REDUCTIONS:
+            return self.leaf(call.node, dims, kind=call.name)
         if call.name == "getitem" and _is_max_values(self.effects, call):
             return self.leaf(call.node, dims, kind="amax")
         inner = self._transparent(call, dims)
@@ -325,11 +323,6 @@ class Region:
             expression = expression + weight * self.express(added, added_dims, call.node)
         return expression
 
-    def _special_leaf(self, call: Call, dims: Dims) -> sympy.Expr:
-        if call.name == "softmax":
-            return self.leaf(call.node, dims, kind="softmax")
-        return self._product(call, dims)
-
     def leaf(
         self,
         node: fx.Node,
@@ -365,10 +358,8 @@ class Region:
         return node.all_input_nodes if is_passed else ()
 
 
-_REDUCTIONS: Mapping[str, str] = {"sum": "sum", "amax": "amax", "logsumexp": "logsumexp"}
-_REDUCING = _REDUCTIONS.keys() | frozenset(
-    "max mean var std var_mean std_mean norm linalg_norm linalg_vector_norm".split()
-)
+_REDUCTIONS = frozenset({"sum", "amax", "logsumexp"})
+_REDUCING = _REDUCTIONS | frozenset("max mean var std var_mean std_mean norm linalg_norm linalg_vector_norm".split())
 #: How many nodes behind a reduction are looked at.
 _FAR = 16
 _NORMALISING = frozenset({"softmax", "log_softmax", "logsumexp"})

@@ -93,7 +93,8 @@ class Effects:
             for name in self._names(self._path(mutation.target)):
                 self._by_name.setdefault(name, []).append(mutation)
         #: Calls that change the shape of a tensor in place.
-        self.reshapes = [m for m in self._mutations if _reshapes(self.calls[m.node])]
+        reshapers = {node for node, call in self.calls.items() if call and call.is_inplace and call.name in RESHAPERS}
+        self.reshapes = [each for each in self._mutations if each.node in reshapers]
         self._ambient = ambient_of(graph.nodes)
         self._reached: dict[tuple[fx.Node, frozenset[str]], bool] = {}
         #: Equal for nodes with equal values, where somebody told (see :mod:`formula.equal_values`).
@@ -327,10 +328,6 @@ class Effects:
         parent = self.calls.get(first.input) if isinstance(first.input, fx.Node) else None
         is_split = parent is not None and parent.name in _SPLITS and first.input is second.input
         return is_split and first.arguments.get("#1") != second.arguments.get("#1")
-
-
-def _reshapes(call: Call | None) -> bool:
-    return call is not None and call.is_inplace and call.name in RESHAPERS
 
 
 def may_share(one: fx.Node, other: fx.Node) -> bool:

@@ -35,12 +35,13 @@ def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -
     """
     axes = all_axes(match)
     unchanged = match.trial.limited | match.trial.pinned
-    large = sorted({axis.size for axis in axes if not isinstance(axis.size, int) or axis.size > _SMALL}, key=_by_size)
+    large = {axis.size for axis in axes if not isinstance(axis.size, int) or axis.size > _SMALL}
     kept = {axis.size for axis in unchanged}
     resized_axes = [axis.size for axis in axes if axis not in unchanged and axis not in ones]
     for first, step in ((2 * _SMALL, _STEP), (_SMALL + 1, 1)):  # of many axes products grow to what no memory holds
         fresh = (size for size in count(first, step) if size not in kept)
-        assigned = dict(zip(large, fresh, strict=False))
+        ordered = sorted(large, key=lambda size: (size, "") if isinstance(size, int) else (0, str(size)))
+        assigned = dict(zip(ordered, fresh, strict=False))
         one = max(
             math.prod(assigned.get(axis.size, axis.size) for axis in axes_of(dims)) for dims in match.inputs.values()
         )
@@ -92,10 +93,6 @@ def _hints(match: Match) -> Sizes:
             if len(atoms(own)) == 1 and isinstance(extent, torch.SymInt) and extent.node.has_hint():
                 found[atoms(own)[0]] = int(extent.node.hint)
     return found
-
-
-def _by_size(size: Size) -> tuple[int, str]:
-    return (size, "") if isinstance(size, int) else (0, str(size))
 
 
 def all_axes(match: Match) -> list[Axis]:

@@ -228,7 +228,8 @@ class _Reader(Region):
             return super().express(node, dims, reader)
         seen = node if reader is None else self.seen_by(reader, node)
         has_rank = bool(self._rank) and self._rank[-1] in axes_of(dims)
-        if has_rank and self.depends(seen) and self._is_activation(seen, dims):
+        is_own = has_rank and self.depends(seen) and self.activation is not None
+        if is_own and self.activation.is_it(seen, dims, self._rank[-1]):  # type: ignore[union-attr]
             return A
         if self.depends(seen):
             return super().express(node, dims, reader)
@@ -238,9 +239,6 @@ class _Reader(Region):
         except _OtherError:  # a direction that is computed somehow
             self.v = before
             return self._given(seen, dims, has_rank)
-
-    def _is_activation(self, node: fx.Node, dims: Dims) -> bool:
-        return self.activation is not None and self.activation.is_it(node, dims, self._rank[-1])
 
     def _given(self, node: fx.Node, dims: Dims, has_rank: bool) -> sympy.Expr:
         if not has_rank or set(axes_of(dims)) != {self._rank[-1]}:
