@@ -15,7 +15,7 @@ from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.axes import Axis, Dims, regroup
 from lz_compile.passes.formula.pieces import Piece, Rule, Space, first_of, getitem, named_dim, only, placed_at, wrapped
 from lz_compile.passes.formula.pointwise import is_pointwise
-from lz_compile.passes.formula.polynomial import ONE, ZERO, Polynomial, lower, number
+from lz_compile.passes.formula.polynomial import ONE, Polynomial, lower, number
 from lz_compile.passes.formula.predicates import FALSE, TRUE, Predicate, at_least, both
 from lz_compile.passes.graph.view import Call, known_tensor, reached, read, tensor_of
 
@@ -193,18 +193,30 @@ def _diagonal(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
 
 
 def _as_strided(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
-    """Elements of the memory of a tensor that fills it in the order of its own dimensions."""
+    """Elements of the memory of a tensor that fills it, in whatever order of its dimensions; none beside it."""
     source, strides, offset = tensor_of(call.input), call.get("stride"), call.get("storage_offset")
-    shape = () if source is None else shape_of(source)
-    is_dense = source is not None and order_in_memory(source) == [*range(source.dim())]
-    is_dense = is_dense and as_size(source.storage_offset()) == 0  # type: ignore[union-attr]  # where it is dense
-    given = [space.integer(each) for each in strides] if isinstance(strides, (tuple, list)) else [None]
-    start = ZERO if offset is None else space.integer(offset)
-    if not is_dense or start is None or any(each is None for each in given):
+    order = None if source is None else order_in_memory(source)
+    if source is None or order is None or not isinstance(strides, (tuple, list)):
         return None
+    begin = as_size(source.storage_offset())
+    start, given = (
+        space.size(begin) if offset is None else space.integer(offset),
+        [space.integer(each) for each in strides],
+    )
+    if start is None or any(each is None for each in given):
+        return None
+    start = start - space.size(begin)
     for stride, dim in zip(given, dims, strict=True):
         start = start + stride * space.place(dim)  # type: ignore[operator]  # none is None
-    return only(call, space.through((space.dim_at(start, product(shape)),), lambda flat: regroup(flat[0], shape)))
+    shape = [shape_of(source)[dim] for dim in order]
+    if any(least is None or least < 0 for least in (lower(start), lower(space.size(product(shape)) - ONE - start))):
+        return None
+
+    def laid(flat: Dims) -> Dims:
+        inner = regroup(flat[0], shape)
+        return tuple(inner[order.index(dim)] for dim in range(len(order)))
+
+    return only(call, space.through((space.dim_at(start, product(shape)),), laid))
 
 
 # ---- joins --------------------------------------------------------------------------------------------------------
