@@ -20,7 +20,7 @@ from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
 from lz_compile.passes.attention.operand import Operand
-from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
+from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of, renamed
 from lz_compile.passes.masks.index_reading import read_window, seen_in_window
 from lz_compile.passes.masks.meaning import Window
 from lz_compile.passes.masks.reading import Masks
@@ -158,7 +158,7 @@ def _joined(emitter: AttentionEmitter, masks: Masks, query: Axis, keys: Window, 
     if told:  # then every query sees a key
         attrs = replace(attrs, masked_rows="nan", selects_masked=False, has_mask=False)
     key, value = (
-        replace(given, node=window.node, dims=_renamed(window.dims, window.along, keys.along))
+        replace(given, node=window.node, dims=renamed(window.dims, {window.along: keys.along}))
         for given, window in ((emitter.key, keys), (emitter.value, values))
     )
     position = emitter.region.effects.position
@@ -184,10 +184,6 @@ def _leave_a_key(ends: tuple[int, int], start: int, slack: int, queries: Size, p
     before, behind = ends[0] - start, ends[1] - slack
     is_any = not isinstance(queries, int) or max(before, 0) + max(behind, 0) < queries + places - 1
     return before < places and behind < places and is_any
-
-
-def _renamed(dims: Dims, old: Axis, new: Axis) -> Dims:
-    return tuple(tuple(new if axis is old else axis for axis in dim) for dim in dims)
 
 
 def _roles(given: Roles, query: Axis, keys: Axis) -> Roles:

@@ -19,7 +19,7 @@ from torch import fx
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.bands import Reach
-from lz_compile.passes.formula.axes import Axis, Dims, axes_of, resolve
+from lz_compile.passes.formula.axes import Axis, Dims, axes_of, renamed, resolve
 from lz_compile.passes.formula.expressions import Known
 from lz_compile.passes.formula.piecewise import Number, Piecewise, Value
 from lz_compile.passes.formula.polynomial import ZERO, Polynomial
@@ -68,7 +68,7 @@ class Masks:
         if key not in self._known:
             with self.effects.watched() as look:
                 reading, own = self._unshared(axes)
-                found = reading.meaning(node, tuple(_with(own, dim) for dim in dims), keeps=keeps)
+                found = reading.meaning(node, renamed(dims, own), keeps=keeps)
             self._known[key] = (found, look, tuple(own.values()))
         found, look, own_order = self._known[key]
         self.effects.note(look)
@@ -89,7 +89,7 @@ class Masks:
             return None
         parts: set[Predicate] = set()
         for node, dims, keeps in masks:
-            value = reading.reader.read(node, tuple(_with(names, dim) for dim in resolve(dims)))
+            value = reading.reader.read(node, renamed(dims, names))
             where = _added(value) if isinstance(value, Piecewise) else value if keeps else negation(value)
             if where is None:
                 return None
@@ -109,16 +109,14 @@ class Masks:
         reading, names = self._unshared(axes)
         if self.effects.reshapes or any(map(self.effects.is_overwritten, nodes)):
             return None
-        first, *others = (
-            reading.reader.read(node, tuple(_with(names, dim) for dim in resolve(dims))) for node in nodes
-        )
+        first, *others = (reading.reader.read(node, renamed(dims, names)) for node in nodes)
         return tuple(reading.reader.buffers) if all(each == first for each in others) else None
 
     def _unshared(self, axes: Axes) -> tuple[_Reading, dict[Axis, Axis]]:
         """A reading in axes of its own, which nobody else cuts, and these by the given ones."""
         axes = axes.resolved()
         own = {axis: Axis(axis.size) for group in axes.groups for axis in group}
-        return _Reading(self.effects, self.constants, Axes(*(_with(own, group) for group in axes.groups))), own
+        return _Reading(self.effects, self.constants, Axes(*renamed(axes.groups, own))), own
 
     def values(self, node: fx.Node) -> torch.Tensor | None:
         """What a mask holds where that depends on constants only."""
@@ -134,25 +132,19 @@ def _added(value: Piecewise) -> Predicate | None:
 
 
 def _over(names: Mapping[Axis, Axis], terms: Terms) -> Terms:
-    return tuple((node, tuple(_with(names, dim) for dim in dims), factor) for node, dims, factor in terms)
-
-
-def _with(names: Mapping[Axis, Axis], dim: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    return tuple(names[axis] for axis in dim)
+    return tuple((node, renamed(dims, names), factor) for node, dims, factor in terms)
 
 
 def _renamed(meaning: Meaning, axes: Mapping[Axis, Axis]) -> Meaning:
     """The same of another mask that reads the same tensor alike."""
-
-    def dims_of(dims: Dims) -> Dims:
-        return tuple(_with(axes, dim) for dim in dims)
-
     documents, slopes = meaning.documents, meaning.slopes
     if documents is not None:
-        documents = Documents(*(replace(each, dims=dims_of(each.dims)) for each in (documents.query, documents.key)))
+        documents = Documents(
+            *(replace(each, dims=renamed(each.dims, axes)) for each in (documents.query, documents.key))
+        )
     if slopes is not None:
-        slopes = replace(slopes, dims=dims_of(slopes.dims))
-    flags = tuple(replace(flag, dims=dims_of(flag.dims)) for flag in meaning.flags)
+        slopes = replace(slopes, dims=renamed(slopes.dims, axes))
+    flags = tuple(replace(flag, dims=renamed(flag.dims, axes)) for flag in meaning.flags)
     return replace(meaning, flags=flags, documents=documents, slopes=slopes)
 
 
