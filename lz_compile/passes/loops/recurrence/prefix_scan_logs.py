@@ -21,12 +21,12 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.axes import Dims, LayoutError, fresh
+from lz_compile.passes.formula.axes import Dims, fresh
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of, tensor_operands
-from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, dims_of, too_short
+from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, dims_of, scans_of, too_short
 from lz_compile.passes.loops.roll.worthwhile import LEAST_POINTWISE
 from lz_compile.passes.rewriting.core import Core
 
@@ -38,19 +38,8 @@ _NEAR = 4
 
 def log_scans(graph: fx.Graph, effects: Effects) -> Iterator[PrefixScan | NearMiss]:
     """Every such recurrence of a graph; of those that are used otherwise, why they are left alone."""
-    for node in graph.nodes:
-        call = effects.calls[node]
-        if call is None or call.name not in _RUNNING or not node.users:
-            continue
-        try:
-            scan = _read(call, effects)
-        except RefusedError as refusal:
-            yield NearMiss.of("scan", node, refusal)
-            continue
-        except LayoutError:
-            continue
-        if scan is not None:
-            yield scan
+    calls = (call for call in map(effects.calls.get, graph.nodes) if call is not None and call.name in _RUNNING)
+    yield from scans_of((call for call in calls if call.node.users), effects, _read)
 
 
 #: What runs along time, and how what it runs over is made of what goes in and of what decays.
