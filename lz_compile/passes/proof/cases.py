@@ -22,6 +22,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import ambient_context, grad_enabled
 from lz_compile.passes.graph.view import hint_of, is_boolean, tensor_of, value_of
+from lz_compile.passes.proof.agreement import is_same
 from lz_compile.passes.proof.resize import shape
 from lz_compile.passes.proof.running import Sizes
 from lz_compile.passes.rewriting.builder import Builder
@@ -307,13 +308,6 @@ def gradients_of(outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
 
 def _weights(output: torch.Tensor) -> torch.Tensor:
     return torch.linspace(-1.0, 1.0, output.numel(), device=output.device).reshape(output.shape).to(output.dtype)
-
-
-def is_same(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether two tensors hold the same, NaN included."""
-    if before.shape != after.shape or before.dtype != after.dtype:
-        return False
-    return bool(((before == after) | ((before != before) & (after != after))).all())  # noqa: PLR0124 NaN alone differs
 
 
 def lies_in(outputs: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> bool:
