@@ -290,16 +290,10 @@ def range_of(element: Any, size: int | None) -> tuple[int, int | None] | None:
     """Start and length (None for a single entry) of an element of an index; what ends nowhere needs a size."""
     if isinstance(element, int) and element >= 0:
         return element, None
-    if size is None:
+    found = None if size is None else places_of(element, size)
+    if found is None or found[0].step != 1:
         return None
-    if isinstance(element, int):
-        return element + size, None
-    if not isinstance(element, slice) or element.step not in (None, 1):
-        return None
-    if not all(part is None or isinstance(part, int) for part in (element.start, element.stop)):
-        return None
-    start, stop, _ = element.indices(size)
-    return start, stop - start
+    return found[0].start, None if found[1] else len(found[0])
 
 
 def places_of(element: Any, size: int) -> tuple[range, bool] | None:
