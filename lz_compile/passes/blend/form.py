@@ -168,9 +168,9 @@ class Forms:
     def _share(self, node: fx.Node) -> tuple[Call, int, int] | None:
         """The softmax, the dimension and the position, where a value is one of a softmax's numbers along a dimension."""
         call, tensor = self.effects.calls.get(node), tensor_of(node)
-        source = None if call is None or call.name not in moves.RULES else self._source(call)
+        source = None if call is None or call.name not in moves.RULES else self.effects.calls.get(call.input)
         if source is not None and source.name in SPLITS:
-            source = self._source(source)
+            source = self.effects.calls.get(source.input)
         if call is None or source is None or source.name != "softmax" or tensor is None:
             return None
         indices, dims = Indices(self.effects), fresh(shape_of(tensor))
@@ -179,9 +179,6 @@ class Forms:
         fixed = [] if found is None else [(d, dim) for d, dim in enumerate(found.dims) if not indices.is_plain((dim,))]
         place = indices.place(fixed[0][1]).constant if len(fixed) == 1 else None
         return None if place is None else (source, fixed[0][0], int(place))
-
-    def _source(self, call: Call) -> Call | None:
-        return self.effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
 
     def _differ(self, one: fx.Node, other: fx.Node) -> bool:
         return self.sums.first(one) is not self.sums.first(other)
@@ -212,7 +209,7 @@ class Forms:
         while call is not None and is_moved(call):
             if call.name == "getattr" and call.arguments.get("#1") == "data":
                 return True
-            call = self.effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
+            call = self.effects.calls.get(call.input)
         return call is not None and call.name in _DETACHING
 
     def _is_given(self, node: fx.Node) -> bool:

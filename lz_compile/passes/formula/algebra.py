@@ -375,7 +375,7 @@ def _is_transparent(call: Call) -> bool:
 
 def _is_max_values(effects: Effects, call: Call) -> bool:
     """``x.max(dim)[0]``: the values of a maximum over a dimension."""
-    source = effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
+    source = effects.calls.get(call.input)
     return (
         source is not None and source.name == "max" and source.get("dim") is not None and call.arguments.get("#1") == 0
     )

@@ -201,7 +201,7 @@ def _with_addend(region: Region, found: Contraction, added: fx.Node, dims: Dims)
 
 def is_product_sum(region: Region, call: Call) -> bool:
     """Whether a ``sum`` adds up products of two tensors (a quick look; :func:`read` decides)."""
-    source = region.effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
+    source = region.effects.calls.get(call.input)
     return source is not None and _is_product(source)
 
 
@@ -280,7 +280,7 @@ def _differences(effects: Effects, call: Call) -> list[Call]:
     for operand in call.node.all_input_nodes:
         source = effects.calls.get(operand)
         while source is not None and (source.name in _POWERS or layout.rearranges(source)):
-            source = effects.calls.get(source.input) if isinstance(source.input, fx.Node) else None
+            source = effects.calls.get(source.input)
         if source is not None and source.name == "sub" and _is_outer(source):
             found.append(source)
     return found

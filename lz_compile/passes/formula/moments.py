@@ -135,7 +135,7 @@ class Moments:
 
     def _of_pair(self, call: Call, leaf: Leaf) -> sympy.Expr | None:
         """``torch.var_mean(x)[0]`` and the like."""
-        source = self.region.effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
+        source = self.region.effects.calls.get(call.input)
         index = call.arguments.get("#1")
         if source is None or source.name not in ("var_mean", "std_mean") or index not in (0, 1):
             return None

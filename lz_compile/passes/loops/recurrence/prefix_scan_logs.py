@@ -68,7 +68,7 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
         LayoutError: a layout has no exact form in axes.
     """
     tensor, dim = tensor_of(call.node), call.get("dim")
-    inner = effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
+    inner = effects.calls.get(call.input)
     if tensor is None or not isinstance(dim, int) or inner is None or inner.name not in _RUNNING[call.name]:
         return None
     dim %= tensor.dim()
