@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -194,9 +194,7 @@ def _with_biases(form: Form, weights: Sequence[sympy.Symbol]) -> list[Form]:
     found = []
     for place in places:
         own = dict(zip(place, weights, strict=True))
-        found.append(
-            Form(form.activation, form.gate, form.up, own.get(True), own.get(False), form.limit, form.up_offset)
-        )
+        found.append(replace(form, gate_bias=own.get(True), up_bias=own.get(False)))
     return found
 
 
