@@ -183,6 +183,16 @@ def test_a_sum_that_is_no_blend_is_left_alone(different: str) -> None:
     assert list(matches(module.graph, effects_of(module))) == []
 
 
+def test_what_is_drawn_twice_is_two_factors() -> None:
+    def drawn(x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5) + nn.functional.dropout(x, 0.5) + x.tanh() + x.tanh()
+
+    sums = Sums(effects_of(capture(drawn, torch.randn(4))))
+    drops, bent = ([node for node in sums.effects.calls if name in node.name] for name in ("dropout", "tanh"))
+    assert [sums.first(node) for node in drops] == drops
+    assert [sums.first(node) for node in bent] == [bent[0]] * 2
+
+
 def test_ordinary_networks_hold_no_blends() -> None:
     layer, other = nn.Linear(8, 8), nn.Linear(8, 8)
     scale = nn.Parameter(torch.full((8,), 0.1))

@@ -205,8 +205,8 @@ def test_a_symbol_of_which_nothing_is_known_has_a_long_hint_and_no_limits():
 
 
 def test_a_device_that_torch_does_not_know_has_its_name_and_nothing_else():
-    match = SimpleNamespace(op="attention", attributes=AttentionAttrs(), facts=_facts(device="tpu"), operands={})
-    assert of_match(match).hardware == Hardware("tpu", "unknown")
+    found = SimpleNamespace(attributes=AttentionAttrs(), facts=_facts(device="tpu"), operands={})
+    assert of_match(SimpleNamespace(op="attention", found=found)).hardware == Hardware("tpu", "unknown")
 
 
 # ---- from tensors ----------------------------------------------------------------------------------------------------

@@ -54,7 +54,9 @@ def test_what_a_match_covers_is_no_anchor_of_another() -> None:
 def test_what_a_kernel_emitted_is_no_anchor() -> None:
     graph, (inner, outer) = _sines()
     outer.meta[EMITTED] = True
-    assert [found.output for found in _walked(Driver("norm"), graph, _match) if isinstance(found, Match)] == [inner]
+    assert [found.site.output for found in _walked(Driver("norm"), graph, _match) if isinstance(found, Match)] == [
+        inner
+    ]
 
 
 @pytest.mark.parametrize("overwrites", [False, True])

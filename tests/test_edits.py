@@ -141,9 +141,9 @@ def spliced(module: fx.GraphModule) -> int:
     effects = Effects(module.graph)
     found = [each for recognise in recognisers().values() for each in recognise(module.graph, effects)]
     matches = [each for each in found if isinstance(each, Match)]
-    for match in sorted(matches, key=lambda match: -effects.position[match.output]):
+    for match in sorted(matches, key=lambda match: -effects.position[match.site.output]):
         call = next((kernel.call for kernel in kernels(match.op).values() if kernel.kernel_id in KERNELS), None)
-        if call is not None and match.output.users:
+        if call is not None and match.site.output.users:
             splice(module.graph, match, call, Recipes())
             BETWEEN.append(written(module))
     return len(matches)

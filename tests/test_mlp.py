@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lz_compile.lowering.kernels.mlp import torch_mlp
 from lz_compile.lowering.ops import mlp as op
-from lz_compile.passes.formula.bends import AT_LEAST, evaluate
+from lz_compile.passes.formula.pointwise import AT_LEAST, evaluate
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.mlp.matching import matches
 from lz_compile.passes.mlp.recogniser import name_of_values, points

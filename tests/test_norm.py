@@ -246,7 +246,7 @@ def test_a_gate_at_the_end_of_a_deep_model_stays_outside() -> None:
     graph = capture(deep, torch.randn(3, 24)).graph
     (match,) = matches(graph, Effects(graph))
     assert isinstance(match, Match)
-    assert not match.attributes.has_weight
+    assert not match.found.attributes.has_weight
 
 
 def test_a_gate_before_is_part_of_the_row() -> None:
@@ -545,7 +545,7 @@ def test_layers_after_the_first_are_its_twins() -> None:
     first, *others = matches_of(*(Norm() for _ in range(4)))
     assert first.prototype is None
     assert [match.prototype for match in others] == [first] * 3
-    assert len({match.output for match in (first, *others)}) == 4
+    assert len({match.site.output for match in (first, *others)}) == 4
 
 
 @pytest.mark.parametrize("other", [Norm(eps=1e-5), Norm(weight=False), nn.LayerNorm(24), nn.RMSNorm(24)])
@@ -553,7 +553,7 @@ def test_a_layer_that_differs_is_read_by_itself(other: nn.Module) -> None:
     first, second, third = matches_of(Norm(), other, Norm())
     assert second.prototype is None
     assert third.prototype is first
-    assert second.attributes != first.attributes or isinstance(other, nn.RMSNorm)
+    assert second.found.attributes != first.found.attributes or isinstance(other, nn.RMSNorm)
 
 
 def test_twins_are_rewritten_each_with_its_own_weight() -> None:

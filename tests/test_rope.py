@@ -370,8 +370,8 @@ def test_the_narrower_of_two_precisions_is_read() -> None:
 
     graph = capture(upcast, torch.randn(2, 7, 4, 16).to(torch.bfloat16), torch.randn(7, 8)).graph
     (match,) = [found for found in matches(graph, Effects(graph)) if isinstance(found, Match)]
-    assert match.facts.dtype == torch.bfloat16
-    assert match.operands["input"].op == "placeholder"
+    assert match.found.facts.dtype == torch.bfloat16
+    assert match.found.operands["input"].op == "placeholder"
 
 
 # ---- rounding --------------------------------------------------------------------------------------------------------
@@ -465,14 +465,14 @@ def test_layers_are_twins_of_one() -> None:
     first, *others = matches_of(8, 8, 8)
     assert first.prototype is None
     assert [match.prototype for match in others] == [first] * 2
-    assert len({match.output for match in (first, *others)}) == 3
+    assert len({match.site.output for match in (first, *others)}) == 3
 
 
 def test_a_layer_that_differs_is_read_by_itself() -> None:
     first, second, third = matches_of(8, 4, 8)
     assert second.prototype is None
     assert third.prototype is first
-    assert [match.attributes.rotary_dim for match in (first, second, third)] == [8, 4, 8]  # type: ignore[attr-defined]
+    assert [match.found.attributes.rotary_dim for match in (first, second, third)] == [8, 4, 8]  # type: ignore[attr-defined]
 
 
 def test_twins_are_rewritten_each_with_its_own_input() -> None:

@@ -94,8 +94,8 @@ def test_every_mask_is_read_as_the_cosine_that_it_is(mask: str) -> None:
     module = capture(spelling.build(), *spelling.inputs(0).values())
     (match,) = matches(module.graph, effects_of(module))
     assert isinstance(match, Match), match
-    assert match.attributes.to_dict()["arm"] == "act"
-    assert match.attributes.to_dict()["threshold"] == spelling.threshold
+    assert match.found.attributes.to_dict()["arm"] == "act"
+    assert match.found.attributes.to_dict()["threshold"] == spelling.threshold
 
 
 @many

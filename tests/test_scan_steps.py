@@ -50,7 +50,7 @@ class Compiler:
     @property
     def structure(self) -> tuple[str, ...]:
         return tuple(
-            f"{match.facts.structure.decay}{' e' * match.attributes.erases}{' b' * (match.attributes.reads == 'before')}"
+            f"{match.found.facts.structure.decay}{' e' * match.found.attributes.erases}{' b' * (match.found.attributes.reads == 'before')}"
             for match in self.matches
         )
 

@@ -137,7 +137,7 @@ def test_all_outputs_are_replaced_where_the_first_was() -> None:
 def test_what_is_computed_after_the_first_output_cannot_be_read() -> None:
     module, match = _found()
     doubled = next(node for node in module.graph.nodes if node.name == "c")
-    inputs = {**match.found.inputs, doubled: Input(match.output_dims)}
+    inputs = {**match.found.inputs, doubled: Input(match.site.output_dims)}
     late = replace(match, found=replace(match.found, inputs=inputs))
     before = str(module.graph)
     with pytest.raises(RewriteError, match="c is computed after"):

@@ -142,7 +142,7 @@ def test_what_is_read_by_others_after_the_match_is_taken_in_and_given_out():
 def test_the_match_alone_gives_its_output_and_has_no_surroundings():
     inputs = tensors(2, 3, 8, 16)
     (found,) = check(attention, *inputs)
-    assert (found.surroundings, found.outputs) == ("", (found.match.output,))
+    assert (found.surroundings, found.outputs) == ("", (found.match.site.output,))
     assert set(found.inputs) == set(found.match.inputs)
 
 
@@ -319,8 +319,8 @@ def test_packed_sequences_are_measured_with_several_documents(expanded: bool):
 
     ids = torch.zeros(1, 32, dtype=torch.int64).expand(2, 32) if expanded else torch.zeros(2, 32, dtype=torch.int64)
     found = of(packed, *tensors(2, 3, 32, 8), ids)
-    assert found.match.attributes.has_documents
-    made = dict(zip(found.inputs, found.make_inputs({}), strict=True))[found.match.operands["query_documents"]]
+    assert found.match.found.attributes.has_documents
+    made = dict(zip(found.inputs, found.make_inputs({}), strict=True))[found.match.found.operands["query_documents"]]
     assert made.unique(return_counts=True)[1].tolist() == [2 * 4] * 8
     assert (made.diff(dim=1) >= 0).all()
 

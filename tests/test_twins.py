@@ -96,7 +96,7 @@ def test_layers_after_the_first_are_its_twins() -> None:
     first, *others = matches_of(["plain"] * 4)
     assert first.prototype is None
     assert [match.prototype for match in others] == [first] * 3
-    assert len({match.output for match in (first, *others)}) == 4
+    assert len({match.site.output for match in (first, *others)}) == 4
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("plain", "no bias", "frozen", "weights used")])

@@ -197,6 +197,55 @@ SPELLINGS: Mapping[str, Spellings] = {
             lambda x, y: aten.maximum.default(x, y),
         ],
     ),
+    "stack": (
+        "stack",
+        {"tensors": ("x", "y"), "dim": 1},
+        (X, SAME),
+        [
+            lambda x, y: torch.stack([x, y], 1),
+            lambda x, y: torch.stack(tensors=(x, y), dim=1),
+            lambda x, y: aten.stack.default([x, y], 1),
+        ],
+    ),
+    "gather": (
+        "gather",
+        {"input": "x", "dim": 1, "index": "i"},
+        (X, torch.zeros(3, 4, 5, dtype=torch.long)),
+        [
+            lambda x, i: x.gather(1, i),
+            lambda x, i: torch.gather(x, 1, i),
+            lambda x, i: torch.gather(input=x, dim=1, index=i),
+            lambda x, i: aten.gather.default(x, 1, i),
+        ],
+    ),
+    "roll": (
+        "roll",
+        {"input": "x", "shifts": 1, "dims": 2},
+        (X,),
+        [lambda x: x.roll(1, 2), lambda x: torch.roll(x, 1, 2), lambda x: torch.roll(x, shifts=1, dims=2)],
+    ),
+    "as_strided": (
+        "as_strided",
+        {"input": "x", "size": (2, 2), "stride": (1, 2), "storage_offset": 1},
+        (X,),
+        [
+            lambda x: x.as_strided((2, 2), (1, 2), 1),
+            lambda x: torch.as_strided(x, (2, 2), (1, 2), storage_offset=1),
+            lambda x: aten.as_strided.default(x, (2, 2), (1, 2), 1),
+        ],
+    ),
+    "cdist": (
+        "cdist",
+        {"input": "x", "other": "y"},
+        (X, SAME),
+        [lambda x, y: torch.cdist(x, y), lambda x, y: torch.cdist(x1=x, x2=y)],
+    ),
+    "embedding with a largest norm": (
+        "embedding",
+        {"input": "i", "weight": "w", "padding_idx": None, "max_norm": 1.0},
+        (torch.zeros(3, dtype=torch.long), B[0]),
+        [lambda i, w: F.embedding(i, w, None, 1.0), lambda i, w: F.embedding(i, w, padding_idx=None, max_norm=1.0)],
+    ),
     "lerp": (
         "lerp",
         {"input": "x", "end": "y", "weight": 0.25},

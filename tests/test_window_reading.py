@@ -13,8 +13,9 @@ from graphs import capture, effects_of, outputs_of
 from torch import Tensor, fx
 
 from lz_compile.passes.formula.axes import atoms, fresh
+from lz_compile.passes.masks.constants import Constants
+from lz_compile.passes.masks.index_reading import read_window
 from lz_compile.passes.masks.meaning import Window
-from lz_compile.passes.masks.reading import Masks
 
 SHAPE = (2, 3, 14, 2)
 Step = Callable[[Tensor], Tensor]
@@ -115,9 +116,32 @@ def test_what_is_read_of_any_program_is_what_it_gives(first: int) -> None:
         order = [dim[0] if dim else None for dim in dims]
         for query, key in itertools.permutations(places, 2):
             total += 1
-            found = Masks(effects).window(node, dims, order[query], order[key])
+            found = read_window(effects, Constants(effects), node, dims, order[query], order[key])
             if found is not None:
                 count += 1
                 got = shown(found, values.values[found.node], list(want.shape), query, key, order)
                 torch.testing.assert_close(got, want)
     assert count > 5, f"{count} windows of {total}"
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+def test_strides_that_lead_beside_a_tensor_show_no_window_of_it(is_within: bool) -> None:
+    def strided(x: Tensor) -> Tensor:
+        part = x[:4]
+        return part.as_strided((2 if is_within else 4, 3, 2), (2, 2, 1)) + 0.0
+
+    module = capture(strided, torch.randn(8, 2))
+    effects = effects_of(module)
+    (node,) = [node for node, call in effects.calls.items() if call is not None and call.name == "as_strided"]
+    dims = fresh(node.meta["example_value"].shape)
+    found = read_window(effects, Constants(effects), node, dims, dims[0][0], dims[1][0])
+    assert (found is not None) is is_within
+
+
+def test_a_window_over_a_tensor_that_lies_transposed_is_one() -> None:
+    module = capture(lambda x: (x.transpose(0, 1).as_strided((2, 3, 5), (5, 5, 1)) + 0.0,), torch.randn(4, 5))
+    effects = effects_of(module)
+    (node,) = [node for node, call in effects.calls.items() if call is not None and call.name == "as_strided"]
+    dims = fresh((2, 3, 5))
+    found = read_window(effects, Constants(effects), node, dims, dims[0][0], dims[1][0])
+    assert found is not None

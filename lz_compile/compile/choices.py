@@ -47,7 +47,9 @@ class Choices:
         """What a kernel is to be chosen for."""
         key = self.key(match)
         if key not in self.problems:
-            context = of_match(match.kind, is_cuda_graph_capturing=configured.captures_cuda_graphs(match.facts.device))
+            context = of_match(
+                match.kind, is_cuda_graph_capturing=configured.captures_cuda_graphs(match.found.facts.device)
+            )
             context = replace(context, fusable=key[1])
             symbols = symbolic_sizes(match.kind)
             # Inductor's patterns know no scale that is computed from a symbolic size.
@@ -57,13 +59,13 @@ class Choices:
                 match.found.source_kernel,
                 symbols=symbols,
                 left_as=by_inductor,
-                attributes=json.dumps(match.kind.attributes.to_dict(), sort_keys=True, default=str),
+                attributes=json.dumps(match.kind.found.attributes.to_dict(), sort_keys=True, default=str),
             )
         return self.problems[key]
 
     def key(self, match: Match) -> tuple[int, tuple[str, ...]]:
         """What is the same for equal matches: their kind, and what comes directly before them."""
-        fusion = self.fusions.get(match.output)
+        fusion = self.fusions.get(match.site.output)
         return id(match.kind), () if fusion is None else fusion.ops
 
     def decide(self, match: Match, why_not: WhyNot | None = None) -> Decision:
@@ -89,9 +91,9 @@ class Choices:
         """What a kernel replaces: the match, with those before it that the kernel computes along."""
         if not kernel.fuses_ops:
             return match
-        key = (match.output, kernel.kernel_id)
+        key = (match.site.output, kernel.kernel_id)
         if key not in self.fused:
-            self.fused[key] = self.fusions[match.output].of(kernel.fuses_ops)
+            self.fused[key] = self.fusions[match.site.output].of(kernel.fuses_ops)
         return self.fused[key]
 
     def prove(self, match: Match, kernel: KernelSpec) -> Validation:

@@ -23,12 +23,12 @@ def is_loaded(match: Match, kernel: KernelSpec, entry: MatchReport, state: State
 def proven(match: Match, kernel: KernelSpec, entry: MatchReport, state: State) -> bool:
     """Whether a kernel is right for a match; it is quarantined if not."""
     subject = state.choices.subject(match, kernel)
-    with timed(state.report, "validate", operation=match.op, kernel=kernel.kernel_id, where=match.where) as span:
+    with timed(state.report, "validate", operation=match.op, kernel=kernel.kernel_id, where=match.site.where) as span:
         verdict = state.choices.prove(subject, kernel)
         span.set(is_proven=verdict.ok, reason=None if verdict.ok else str(verdict.reason))
     entry.validation = {"kernel": kernel.kernel_id, **verdict.to_dict()}
     if not verdict.ok:
-        text = f"{kernel.kernel_id} for {match.op} at {match.where} is quarantined: {verdict.reason}"
+        text = f"{kernel.kernel_id} for {match.op} at {match.site.where} is quarantined: {verdict.reason}"
         events.record("VALIDATION_FAILED", text)
         entry.reasons.append(Reason("VALIDATION_FAILED", f"{kernel.kernel_id}: {verdict.reason}"))
         if state.options.strict:
@@ -43,7 +43,7 @@ def why_not(match: Match, entry: MatchReport, state: State, kernel: KernelSpec) 
     try:
         is_right = is_loaded(match, kernel, entry, state) and proven(match, kernel, entry, state)
     except Exception as error:  # noqa: BLE001 as where it is put in: it is an event, and the next one is tried
-        state.fail("REWRITE_FAILED", f"{kernel.kernel_id} for {match.op} at {match.where} is no candidate", error)
+        state.fail("REWRITE_FAILED", f"{kernel.kernel_id} for {match.op} at {match.site.where} is no candidate", error)
         entry.reasons.append(Reason("REWRITE_FAILED", f"{kernel.kernel_id}: {type(error).__name__}: {error}"))
         return entry.reasons[-1]
     return None if is_right else entry.reasons[-1]

@@ -118,7 +118,7 @@ def tune_match(
         if is_measured(problem.context, specs, sizes, alone=problem.alone, surroundings=found.surroundings):
             continue
         if time.perf_counter() > deadline:
-            text = f"{match.op} at {match.where} at {dict(sizes)}: the tuning budget is used up"
+            text = f"{match.op} at {match.site.where} at {dict(sizes)}: the tuning budget is used up"
             events.record("NOT_MEASURED", text)
             break
         with isolated() as outside, outside.entered(), torch.set_grad_enabled(problem.context.is_training):

@@ -19,28 +19,28 @@ from lz_compile.runtime.problem import context as contexts
 
 def selects_itself(match: Match) -> bool:
     """Whether what was matched is such a call."""
-    return isinstance(match.emitter, CallEmitter)
+    return isinstance(match.found.emitter, CallEmitter)
 
 
 def with_own_kernel(match: Match) -> Match:
     """A match; of such a call, with the kernel that it selects when it is traced as the one that the source calls."""
-    if not isinstance(match.emitter, CallEmitter):
+    if not isinstance(match.found.emitter, CallEmitter):
         return match
-    tensors: dict[str, Any] = {name: tensor_of(node) for name, node in match.emitter.given.items()}
+    tensors: dict[str, Any] = {name: tensor_of(node) for name, node in match.found.emitter.given.items()}
     device = next(tensor.device for tensor in tensors.values() if tensor is not None)
-    facts: Any = match.facts
+    facts: Any = match.found.facts
     if match.op == "scan":
-        facts = replace(facts_of_call(Operands(**tensors)), needs_grad=match.facts.needs_grad)
+        facts = replace(facts_of_call(Operands(**tensors)), needs_grad=match.found.facts.needs_grad)
     elif match.op == "paged_attention":
-        attrs: Any = match.attributes
+        attrs: Any = match.found.attributes
         facts = problem_of_call(paged_attention.Operands(**tensors), attrs)[1]
-        facts = replace(facts, needs_grad=match.facts.needs_grad)
+        facts = replace(facts, needs_grad=match.found.facts.needs_grad)
     else:
         logits = tensors["logits"]
         assert logits is not None, "a sampling has logits"
         rows, vocab = map(contexts.known_size, logits.shape)
-        facts = replace(match.facts, num_rows=rows, vocab_size=vocab)
-    kernel = eager.kernel_for(match.op, match.attributes, facts, device)
+        facts = replace(match.found.facts, num_rows=rows, vocab_size=vocab)
+    kernel = eager.kernel_for(match.op, match.found.attributes, facts, device)
     own = ops.module(match.op).EAGER_KERNEL
     name = own if kernel is None or kernel.call is None else kernel.kernel_id
     return replace(match, found=replace(match.found, source_kernel=name))

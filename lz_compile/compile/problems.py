@@ -39,10 +39,12 @@ def of_match(match: Match, *, deterministic: bool = False, is_cuda_graph_capturi
         deterministic: kernels must give the same bits for the same inputs (also where torch itself is set so).
         is_cuda_graph_capturing: the compiled graph will be captured.
     """
-    facts = match.facts
-    tensors = [tensor for tensor in map(tensor_of, match.operands.values()) if tensor is not None]
+    facts = match.found.facts
+    tensors = [tensor for tensor in map(tensor_of, match.found.operands.values()) if tensor is not None]
     device = next((tensor.device for tensor in tensors if tensor.device.type == facts.device), facts.device)
-    context = of_facts(match.op, match.attributes, facts, device=device, tensors=tensors, deterministic=deterministic)
+    context = of_facts(
+        match.op, match.found.attributes, facts, device=device, tensors=tensors, deterministic=deterministic
+    )
     return replace(
         context,
         is_last_dim_contiguous=_is_last_dim_contiguous(match),
@@ -63,8 +65,8 @@ def left_as(match: Match) -> str | None:
     Not asked where there is dropout, which a proof's excerpt leaves out, nor of other devices, where no answer was
     ever held against what Inductor does.
     """
-    is_asked = match.op == "attention" and match.facts.device == "cpu" and match.found.source_kernel is None
-    if not is_asked or "dropout_p" in match.attributes.to_dict():
+    is_asked = match.op == "attention" and match.found.facts.device == "cpu" and match.found.source_kernel is None
+    if not is_asked or "dropout_p" in match.found.attributes.to_dict():
         return None
     sizes = representative_sizes(match)
     with isolated() as outside, outside.entered():
@@ -73,21 +75,21 @@ def left_as(match: Match) -> str | None:
             facts = verdict_key(match, source, f"inductor {configured.settings_digest()}", None)
             found = Store("patterns").recall(facts, Asked, lambda: Asked(_is_fused(match, source, sizes)))
         except Exception as error:  # noqa: BLE001 a question that nobody can answer costs a choice by less, and says so
-            events.record("INDUCTOR_NOT_ASKED", f"what Inductor makes of the attention at {match.where}", error)
+            events.record("INDUCTOR_NOT_ASKED", f"what Inductor makes of the attention at {match.site.where}", error)
             return None
     return "torch.sdpa" if found.is_fused else None
 
 
 def _is_fused(match: Match, source: Subgraph, sizes: Sizes) -> bool:
-    inputs, device = inputs_of(match, sizes, Case("plain")), torch.device(match.facts.device)
+    inputs, device = inputs_of(match, sizes, Case("plain")), torch.device(match.found.facts.device)
 
     def run(*values: Any) -> Any:
         with ExitStack() as stack:
-            for manager in ambient_context(match.ambient):
+            for manager in ambient_context(match.site.ambient):
                 stack.enter_context(manager)
             return source.run(*values)
 
-    return inductor.fuses_attention(run, inputs, device, match.facts.needs_grad)
+    return inductor.fuses_attention(run, inputs, device, match.found.facts.needs_grad)
 
 
 def _is_last_dim_contiguous(match: Match) -> bool:
@@ -96,12 +98,12 @@ def _is_last_dim_contiguous(match: Match) -> bool:
     The features of query and key are the axes that these two share and value does not; those of value are the axes that
     it shares with the result and not with query.
     """
-    roles = [match.operands.get(name) for name in ("query", "key", "value")]
+    roles = [match.found.operands.get(name) for name in ("query", "key", "value")]
     if any(node is None or node not in match.inputs for node in roles):
         return True
     query, key, value = (match.inputs[node] for node in roles if node is not None)
     features = (set(axes_of(query)) & set(axes_of(key))) - set(axes_of(value))
-    value_features = (set(axes_of(value)) & set(axes_of(match.output_dims))) - set(axes_of(query))
+    value_features = (set(axes_of(value)) & set(axes_of(match.site.output_dims))) - set(axes_of(query))
     wanted = (features, features, value_features)
     return all(_is_innermost(match, node, axes) for node, axes in zip(roles, wanted, strict=True))
 
@@ -176,18 +178,18 @@ class SymbolicSizes:
 
 def symbolic_sizes(match: Match) -> SymbolicSizes | None:
     """The sizes of a match, None where all of them are numbers."""
-    sizes: dict[str, Size] = sizes_of(match.op, match.facts)
+    sizes: dict[str, Size] = sizes_of(match.op, match.found.facts)
     wanted = {symbol for size in sizes.values() if not isinstance(size, int) for symbol in size.free_symbols}
     if not wanted:
         return None
     found: dict[str, Symbol] = {}
-    for node in match.output.graph.nodes:
-        if len(found) == len(wanted) or node is match.output:
+    for node in match.site.output.graph.nodes:
+        if len(found) == len(wanted) or node is match.site.output:
             break
         value = value_of(node)
         for size in value.shape if isinstance(value, torch.Tensor) else (value,):
             _add(size, wanted, found)
-    tensors = [tensor for tensor in map(tensor_of, match.operands.values()) if tensor is not None]
+    tensors = [tensor for tensor in map(tensor_of, match.found.operands.values()) if tensor is not None]
     for symbol in wanted:
         if str(symbol) not in found:  # no node shows it by itself, as u0 in a length of 2 * u0
             found[str(symbol)] = _symbol(symbol, None, symbolic_size(symbol, tensors))

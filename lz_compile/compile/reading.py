@@ -150,7 +150,7 @@ def recognise(state: State) -> None:
                 result = found
             state.misses += [result] if isinstance(result, NearMiss) else []
             matches += [result] if isinstance(result, Match) else []
-    state.effects, state.matches = effects, sorted(matches, key=lambda match: effects.position[match.output])
+    state.effects, state.matches = effects, sorted(matches, key=lambda match: effects.position[match.site.output])
 
 
 def _merged(graph: fx.Graph, effects: Effects) -> Rewrite[int]:
@@ -161,8 +161,8 @@ def _merged(graph: fx.Graph, effects: Effects) -> Rewrite[int]:
 
 def _reshaped(match: Match, effects: Effects) -> NearMiss | None:
     """Why a match is not as it was read: it holds a tensor whose shape, as far as Dynamo tells, is a later one."""
-    found = effects.reshaped_after_read({*match.core, *match.inputs, *match.outputs}, match.output)
-    return None if found is None else NearMiss.of(match.op, match.output, reshaped(*found))
+    found = effects.reshaped_after_read({*match.core, *match.inputs, *match.outputs}, match.site.output)
+    return None if found is None else NearMiss.of(match.op, match.site.output, reshaped(*found))
 
 
 def _cancelled(match: Match, left_out: dict[int, fx.Node | None]) -> NearMiss | None:
@@ -175,7 +175,7 @@ def _cancelled(match: Match, left_out: dict[int, fx.Node | None]) -> NearMiss | 
         return None
     node = match.renamed.get(missing, missing)
     reason = Reason("CANCELS_OUT", f"{node.name} cancels out of the result, but NaN in it and its gradient do not")
-    return NearMiss(match.op, match.output, reason, f"leave {node.name} out of it", match.where)
+    return NearMiss(match.op, match.site.output, reason, f"leave {node.name} out of it", match.site.where)
 
 
 def tell_misses(state: State) -> None:

@@ -74,7 +74,7 @@ def find_fusions(state: State) -> None:
     """What could be computed together, where there are kernels that do such a thing."""
 
     def wanted(match: Match) -> set[str]:
-        platforms = {"cuda", "rocm", "*"} if match.facts.device == "cuda" else {match.facts.device, "*"}
+        platforms = {"cuda", "rocm", "*"} if match.found.facts.device == "cuda" else {match.found.facts.device, "*"}
         able = (each for each in kernels(match.op).values() if each.fuses_ops and platforms & each.platforms)
         return {name for each in able for name in each.fuses_ops}
 
@@ -99,7 +99,7 @@ def tune(state: State) -> None:
     with timed(state.report, "tune"):
         pairs = [*zip(state.matches, state.entries, strict=True)]
         for match, entry in {choices.key(match): (match, entry) for match, entry in reversed(pairs)}.values():
-            fusion = choices.fusions.get(match.output)
+            fusion = choices.fusions.get(match.site.output)
             fusion = fusion if fusion is not None and fusion.ops else None
             try:
                 problem = choices.problem(match)
@@ -126,7 +126,7 @@ def tune(state: State) -> None:
                 finally:
                     left_s -= time.perf_counter() - start
             except Exception as error:  # noqa: BLE001 what cannot be measured is decided without, as ever
-                failing.fail("MEASUREMENT_FAILED", f"measuring {match.op} at {match.where}", error)
+                failing.fail("MEASUREMENT_FAILED", f"measuring {match.op} at {match.site.where}", error)
 
 
 def choose(state: State) -> None:
@@ -160,7 +160,7 @@ def replace_all(state: State) -> None:
                 continue
             _replace(match, entry, state)
         except Exception as error:  # noqa: BLE001 one match must not cost the others; it is an event
-            state.fail("REWRITE_FAILED", f"{match.op} at {match.where} is left to Inductor", error)
+            state.fail("REWRITE_FAILED", f"{match.op} at {match.site.where} is left to Inductor", error)
             entry.kernel, entry.rewritten = INDUCTOR, False
             entry.reasons.append(Reason("REWRITE_FAILED", f"{type(error).__name__}: {error}"))
     state.is_changed |= any(entry.rewritten for entry in state.entries)
@@ -212,10 +212,10 @@ def checkpoint(state: State) -> None:
 def _decide(match: Match, entry: MatchReport, state: State) -> Decision:
     with timed(state.report, "select"):
         decision = state.choices.decide(match, partial(why_not, match, entry, state))
-    entry.decide(decision, state.choices.problem(match), match.attributes)
+    entry.decide(decision, state.choices.problem(match), match.found.attributes)
     for refused in (decision.refused_lock, decision.refused_table, decision.refused_agreed):
         if refused is not None:
-            events.record(refused.code, f"{match.op} at {match.where}: {refused.message}")
+            events.record(refused.code, f"{match.op} at {match.site.where}: {refused.message}")
             entry.reasons.append(refused)
     return decision
 
@@ -232,8 +232,8 @@ def _replace(match: Match, entry: MatchReport, state: State) -> None:
         entry.reasons.append(Reason("PART_OF_ANOTHER", "a rewrite of what it is part of made it superfluous"))
         return
     decision = _decide(match, entry, state)
-    if match.output in state.choices.fusions:
-        entry.reasons.extend(state.choices.fusions[match.output].refused)
+    if match.site.output in state.choices.fusions:
+        entry.reasons.extend(state.choices.fusions[match.site.output].refused)
     if decision.refused_lock is not None and state.options.strict:
         raise RewriteFailedError(str(decision.refused_lock))
     last, proving = lambda: entry.reasons[-1], partial(why_not, match, entry, state)
@@ -282,7 +282,7 @@ def _settles(match: Match, kernel: KernelSpec, entry: MatchReport, state: State)
     try:
         return _replaced(match, kernel, entry, state)
     except Exception as error:  # noqa: BLE001 a fault of ours must not break a model; it is an event
-        state.fail("REWRITE_FAILED", f"{kernel.kernel_id} for {match.op} at {match.where} is no candidate", error)
+        state.fail("REWRITE_FAILED", f"{kernel.kernel_id} for {match.op} at {match.site.where} is no candidate", error)
         entry.validation, text = None, f"{kernel.kernel_id}: {type(error).__name__}: {error}"
         entry.reasons.append(Reason("REWRITE_FAILED", text))
         return False
@@ -302,8 +302,8 @@ def _replaced(match: Match, kernel: KernelSpec, entry: MatchReport, state: State
     state.spliced.append((match, entry, results))
     entry.rewritten = True
     entry.after = made if match.prototype is None else []
-    if isinstance(subject.emitter, FusedEmitter):
-        entry.reasons.append(Reason("FUSED", f"{kernel.kernel_id} computes {subject.emitter} along"))
+    if isinstance(subject.found.emitter, FusedEmitter):
+        entry.reasons.append(Reason("FUSED", f"{kernel.kernel_id} computes {subject.found.emitter} along"))
     return True
 
 
@@ -314,11 +314,11 @@ def _splice(subject: Match, kernel: KernelSpec, state: State) -> tuple[list[str]
 
     def spliced() -> tuple[fx.Node, ...]:
         results = splice(graph, subject, call, choices.recipes, copied=choices.copied)
-        if isinstance(subject.emitter, FusedEmitter):
+        if isinstance(subject.found.emitter, FusedEmitter):
             erase_unread(graph, subject.read)
         return results
 
-    what = f"{kernel.kernel_id} for {subject.op} at {subject.where}"
+    what = f"{kernel.kernel_id} for {subject.op} at {subject.site.where}"
     shown = "the kernel was proven against the match"
     results = apply(state.module, Rewrite(what, spliced, shown=shown, undoes_itself=True))
     made = needed(results, (), lambda node: (each for each in node.all_input_nodes if EMITTED in each.meta))
@@ -328,7 +328,7 @@ def _splice(subject: Match, kernel: KernelSpec, state: State) -> tuple[list[str]
 def keep_weights(state: State) -> None:
     """Make what kernels get of a module's tensors once for all calls, where that is another form than they have."""
     for match, entry, results in state.spliced:
-        is_kept = isinstance(match.emitter, LinearEmitter) and match.emitter.weight.is_kept
+        is_kept = isinstance(match.found.emitter, LinearEmitter) and match.found.emitter.weight.is_kept
         found = keep(state.module.graph, results, state.effects) if is_kept and state.effects is not None else None
         if found is not None:
             change, kept_bytes, stored_bytes = found
@@ -349,7 +349,7 @@ def _is_written(match: Match, effects: Effects, node: fx.Node) -> bool:
 
     PyTorch refuses to write with gradients to a view that was made without them.
     """
-    if not grad_enabled(match.ambient):
+    if not grad_enabled(match.site.ambient):
         return any(grad_enabled(effects.ambient(writer)) for writer, _ in effects.writes_to(node))
     return bool(_overwritten(match, effects, [node]))
 
@@ -370,7 +370,7 @@ def _returned_again(matches: Iterable[Match], effects: Effects) -> Iterator[fx.N
         places = [place for place, node in enumerate(match.outputs) if effects.owner(node) in returned]
         if places:
             given = [node for node in needed(match.inputs, ()) if node.op in ("placeholder", "get_attr")]
-            key = match.op, repr(match.attributes), frozenset(str(node.target) for node in given)
+            key = match.op, repr(match.found.attributes), frozenset(str(node.target) for node in given)
             outputs = [match.outputs[place] for place in places]
             yield from (node for node in outputs if key in seen or returned[effects.owner(node)] > 1)
             seen.add(key)
@@ -380,7 +380,9 @@ def _overwritten(match: Match, effects: Effects, nodes: Iterable[fx.Node]) -> st
     """What of some nodes is overwritten later, where gradients are recorded; empty if nothing is."""
     nodes = (*nodes,)
     tensors = map(tensor_of, (*nodes, *match.inputs))
-    if not grad_enabled(match.ambient) or not any(tensor is not None and tensor.requires_grad for tensor in tensors):
+    if not grad_enabled(match.site.ambient) or not any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    ):
         return ""
     return effects.why_not_kept(nodes, max(match.outputs, key=effects.position.__getitem__))
 

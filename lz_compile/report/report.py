@@ -70,12 +70,12 @@ class MatchReport(Record):
     def of(cls, match: Match, graph: str) -> MatchReport:
         """The report of a match, before anything is decided."""
         return cls(
-            module=module_of(match.output),
+            module=module_of(match.site.output),
             before=[] if match.prototype is not None else statements(match.core),
             op=match.op,
-            where=match.where,
+            where=match.site.where,
             graph=graph,
-            attributes=match.attributes.to_dict(),
+            attributes=match.found.attributes.to_dict(),
             mask=match.found.masks_mean,
             mask_reasons=list(match.found.notes),
             formula=match.found.formula,

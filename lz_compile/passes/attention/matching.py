@@ -24,7 +24,8 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, reshaped
 from lz_compile.passes.graph.view import Call, reached, tensor_of
-from lz_compile.passes.masks.meaning import Meanings
+from lz_compile.passes.masks.constants import hold_the_same
+from lz_compile.passes.masks.reading import Masks
 from lz_compile.passes.rewriting.core import find_core
 from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 from lz_compile.passes.rewriting.twins import Twins
@@ -34,10 +35,10 @@ _CALL = "scaled_dot_product_attention"
 _LAST = contraction.PRODUCTS | {"sum", _CALL}
 
 
-def attentions(graph: fx.Graph, effects: Effects, masks: Meanings, finish: Finish) -> Iterator[Outcome]:
+def attentions(graph: fx.Graph, effects: Effects, masks: Masks, finish: Finish) -> Iterator[Outcome]:
     """Every attention in ``graph``, and every softmax over a contraction that is none, with the reason."""
     missed: list[Missed] = []
-    driver, twins = Driver(OP), Twins(effects, masks.hold_the_same)
+    driver, twins = Driver(OP), Twins(effects, hold_the_same)
 
     def once(node: fx.Node) -> Match | NearMiss | None:
         return twins.read((node,), lambda: _read(effects, node, masks, finish))
@@ -58,7 +59,7 @@ def _may_be_last(effects: Effects, node: fx.Node) -> bool:
     return call is not None and call.name in _LAST and tensor is not None and 0 not in shape_of(tensor)
 
 
-def _read(effects: Effects, node: fx.Node, masks: Meanings, finish: Finish) -> Match | NearMiss | None:
+def _read(effects: Effects, node: fx.Node, masks: Masks, finish: Finish) -> Match | NearMiss | None:
     call = effects.calls[node]
     assert call is not None, "an anchor is a call"
     found = effects.reshaped_after_read(_behind(effects, node), node)
@@ -69,7 +70,7 @@ def _read(effects: Effects, node: fx.Node, masks: Meanings, finish: Finish) -> M
     return recogniser.recognise(effects, call, lambda read: _matched(read, masks, finish))
 
 
-def _matched(read: Weighing, masks: Meanings, finish: Finish) -> Match:
+def _matched(read: Weighing, masks: Masks, finish: Finish) -> Match:
     """The match of an attention that was read.
 
     Raises:

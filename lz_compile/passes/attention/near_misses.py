@@ -21,7 +21,7 @@ from lz_compile.passes.attention.scores import FAR, is_product, is_weight, mixed
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
-from lz_compile.passes.formula.distances import is_distance
+from lz_compile.passes.formula.contraction import is_distance
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import OUT_OF_PLACE, MutatedError, NearMiss, RefusedError, refusal_of, told
@@ -285,7 +285,7 @@ def mixed_refusal(what: str) -> tuple[Reason, str]:
 
 def is_pointwise_convolution(call: Call) -> bool:
     """Whether a call is a convolution over single elements, which mixes channels: of scores, those are the heads."""
-    weight = tensor_of(call.arguments.get("weight", call.arguments.get("#1")))
+    weight = tensor_of(call.get("weight"))
     return call.name in _CONVOLUTIONS and weight is not None and all(size == 1 for size in shape_of(weight)[2:])
 
 

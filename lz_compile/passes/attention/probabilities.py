@@ -96,7 +96,10 @@ def _is_zero(expression: sympy.Expr) -> bool:
 
 
 def _softmax_leaf(region: Region, expression: sympy.Expr) -> sympy.Symbol | None:
-    found = [symbol for symbol, leaf in region.leaves_in(expression).items() if _softmax_of(region, leaf)]
+    leaves = region.leaves_in(expression)
+    found = [
+        x for x, leaf in leaves.items() if leaf.kind == "softmax" or _without_sink(region.effects, leaf) is not None
+    ]
     if len(found) > 1:
         if any(sympy.diff(expression, symbol).free_symbols & {*found} for symbol in found):
             raise RefusedError(
@@ -110,10 +113,6 @@ def _softmax_leaf(region: Region, expression: sympy.Expr) -> sympy.Symbol | None
             "apply each softmax to the values, then combine",
         )
     return found[0] if found else None
-
-
-def _softmax_of(region: Region, leaf: Leaf) -> bool:
-    return leaf.kind == "softmax" or _without_sink(region.effects, leaf) is not None
 
 
 def _without_sink(effects: Effects, leaf: Leaf) -> tuple[fx.Node, fx.Node] | None:

@@ -25,14 +25,15 @@ from lz_compile.passes.attention.scores import MASKING_FILL
 from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks import finite as masks_finite
-from lz_compile.passes.masks.meaning import Axes, Documents, Implied, Meaning, Meanings, Slopes
+from lz_compile.passes.masks.meaning import Axes, Documents, Implied, Meaning, Slopes
+from lz_compile.passes.masks.reading import Masks
 from lz_compile.passes.rewriting.builder import Builder
 
 #: An additive fill up to this swallows every score in float32 and bfloat16: a row of it is the mean of the values.
 _SWALLOWING = -1e30
 
 
-def simplify(emitter: AttentionEmitter, masks: Meanings) -> AttentionEmitter:
+def simplify(emitter: AttentionEmitter, masks: Masks) -> AttentionEmitter:
     """The same attention, its masks replaced by what they mean where that is proven."""
     if emitter.keep == 1 and emitter.bias == 0:
         return replace(emitter, mask_label="causal" if emitter.attrs.is_causal else "")
@@ -86,7 +87,7 @@ class _Leaf:
         return self.dropped != float("-inf") or attrs.masked_rows in ("nan", "zero")
 
 
-def _read(emitter: AttentionEmitter, masks: Meanings) -> list[_Leaf]:
+def _read(emitter: AttentionEmitter, masks: Masks) -> list[_Leaf]:
     axes, found = Axes(*emitter.axes(SCORES)), []
     for factor in sympy.Mul.make_args(emitter.keep):
         for symbol in factor.free_symbols:
@@ -99,7 +100,7 @@ def _read(emitter: AttentionEmitter, masks: Meanings) -> list[_Leaf]:
 
 
 def _leaf(
-    emitter: AttentionEmitter, masks: Meanings, axes: Axes, symbol: sympy.Symbol, factor: float, *, keeps: bool
+    emitter: AttentionEmitter, masks: Masks, axes: Axes, symbol: sympy.Symbol, factor: float, *, keeps: bool
 ) -> _Leaf:
     source = emitter.region.leaves[symbol]
     tensor = tensor_of(source.node)
@@ -120,7 +121,7 @@ def _leaf(
 
 
 def _without_empty_rows(
-    emitter: AttentionEmitter, leaves: list[_Leaf], usable: list[_Leaf], masks: Meanings
+    emitter: AttentionEmitter, leaves: list[_Leaf], usable: list[_Leaf], masks: Masks
 ) -> list[_Leaf]:
     """Of the leaves that can be replaced, those that can where it matters what a row gives that sees no key."""
     if len(usable) == len(leaves) and not _others(emitter, leaves) and _sees_a_key(emitter, usable, masks):
@@ -150,12 +151,12 @@ def _others(emitter: AttentionEmitter, leaves: list[_Leaf]) -> bool:
     return not masks_finite.is_bounded(emitter.region, rest)
 
 
-def _sees_a_key(emitter: AttentionEmitter, leaves: list[_Leaf], masks: Meanings) -> bool:
+def _sees_a_key(emitter: AttentionEmitter, leaves: list[_Leaf], masks: Masks) -> bool:
     """Whether every query sees a key under all of these together."""
     return _sees_by_meaning(emitter, leaves) or _sees_by_values(emitter, leaves, masks)
 
 
-def _sees_by_values(emitter: AttentionEmitter, leaves: list[_Leaf], masks: Meanings) -> bool:
+def _sees_by_values(emitter: AttentionEmitter, leaves: list[_Leaf], masks: Masks) -> bool:
     """The same of masks of constants: they are looked at. Flags are drawn in a proof, where they may leave a query none."""
     if emitter.attrs.limits is not None or not all(isinstance(length, int) for length in emitter.lengths()):
         return False
@@ -215,7 +216,7 @@ class _State:
     """What the leaves that were taken so far leave of the masks."""
 
     given: AttentionEmitter
-    masks: Meanings
+    masks: Masks
     band: Band | None = None
     reach: Reach | None = None
     documents: Documents | None = None

@@ -17,8 +17,7 @@ from torch import fx
 
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, atoms, axes_of
-from lz_compile.passes.formula.contraction import PRODUCTS, Factor, is_product_sum
-from lz_compile.passes.formula.distances import is_distance
+from lz_compile.passes.formula.contraction import PRODUCTS, Factor, is_distance, is_product_sum
 from lz_compile.passes.formula.expressions import FLOORED, INFINITY, NAN_TO_NUM, indicators, reduce_indicators, tidy
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError

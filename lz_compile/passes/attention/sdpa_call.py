@@ -16,7 +16,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, axes_of, broadcast_from, 
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.masks import finite as masks_finite
-from lz_compile.passes.masks.meaning import Meanings
+from lz_compile.passes.masks.reading import Masks
 from lz_compile.passes.rewriting.core import find_core
 from lz_compile.passes.rewriting.match import Match
 
@@ -25,7 +25,7 @@ SOURCE = "torch.sdpa"
 MASKED_SOURCE = "torch.sdpa with a mask"
 
 
-def match_sdpa_call(effects: Effects, call: Call, masks: Meanings, finish: Finish) -> Match | None:
+def match_sdpa_call(effects: Effects, call: Call, masks: Masks, finish: Finish) -> Match | None:
     """The attention that a call of SDPA computes; None where an argument is no tensor or no constant."""
     nodes = [call.get(name) for name in ("query", "key", "value")]
     tensors = [tensor_of(node) for node in nodes]

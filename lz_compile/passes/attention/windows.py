@@ -20,8 +20,10 @@ from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles
 from lz_compile.passes.attention.operand import Operand
-from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
-from lz_compile.passes.masks.meaning import Meanings, Window
+from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of, renamed
+from lz_compile.passes.masks.index_reading import read_window, seen_in_window
+from lz_compile.passes.masks.meaning import Window
+from lz_compile.passes.masks.reading import Masks
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Input, Match
@@ -119,7 +121,7 @@ class WindowEmitter(AttentionEmitter):
         return replace(found, trial=replace(found.trial, least=dict.fromkeys(self.roles.keys, _KEYS)))
 
 
-def windowed(emitter: AttentionEmitter, masks: Meanings) -> WindowEmitter | None:
+def windowed(emitter: AttentionEmitter, masks: Masks) -> WindowEmitter | None:
     """The same attention over the tensors that its keys and values are windows of; None where they are none."""
     attrs, (key, value) = emitter.attrs, (emitter.key, emitter.value)
     is_special = emitter.key_gain != 1 or attrs.masked_rows == "fill" or emitter.floor is not None
@@ -128,15 +130,16 @@ def windowed(emitter: AttentionEmitter, masks: Meanings) -> WindowEmitter | None
     places = atoms(emitter.roles.keys)
     for query in (*emitter.roles.batch, *emitter.roles.kv_heads):
         if len(places) == 1 and query in axes_of(key.dims) and query in axes_of(value.dims):
-            found = [masks.window(each.node, each.dims, query, places[0]) for each in (key, value)]
+            found = [
+                read_window(masks.effects, masks.constants, each.node, each.dims, query, places[0])
+                for each in (key, value)
+            ]
             if found[0] is not None and found[1] is not None:
                 return _joined(emitter, masks, query, found[0], found[1])
     return None
 
 
-def _joined(
-    emitter: AttentionEmitter, masks: Meanings, query: Axis, keys: Window, values: Window
-) -> WindowEmitter | None:
+def _joined(emitter: AttentionEmitter, masks: Masks, query: Axis, keys: Window, values: Window) -> WindowEmitter | None:
     """The attention over all keys, where keys and values are windows alike."""
     (places,), start = atoms(emitter.roles.keys), keys.start
     slack = sympy.sympify(keys.along.size - start - query.size - places.size + 1)
@@ -144,7 +147,8 @@ def _joined(
     if not is_alike or not slack.is_Integer or not isinstance(places.size, int):
         return None
     told = emitter.flags
-    ends = masks.seen([(node, *each) for node, each in told.items()], query, places, keys)
+    flags = [(node, *each) for node, each in told.items()]
+    ends = seen_in_window(masks.effects, masks.constants, flags, query, places, keys)
     if ends is None or not _leave_a_key(ends, start, int(slack), query.size, places.size):
         ends, told = (0, 0), {}
         if emitter.keep != 1 and _reaches_out(emitter):
@@ -154,7 +158,7 @@ def _joined(
     if told:  # then every query sees a key
         attrs = replace(attrs, masked_rows="nan", selects_masked=False, has_mask=False)
     key, value = (
-        replace(given, node=window.node, dims=_renamed(window.dims, window.along, keys.along))
+        replace(given, node=window.node, dims=renamed(window.dims, {window.along: keys.along}))
         for given, window in ((emitter.key, keys), (emitter.value, values))
     )
     position = emitter.region.effects.position
@@ -180,10 +184,6 @@ def _leave_a_key(ends: tuple[int, int], start: int, slack: int, queries: Size, p
     before, behind = ends[0] - start, ends[1] - slack
     is_any = not isinstance(queries, int) or max(before, 0) + max(behind, 0) < queries + places - 1
     return before < places and behind < places and is_any
-
-
-def _renamed(dims: Dims, old: Axis, new: Axis) -> Dims:
-    return tuple(tuple(new if axis is old else axis for axis in dim) for dim in dims)
 
 
 def _roles(given: Roles, query: Axis, keys: Axis) -> Roles:

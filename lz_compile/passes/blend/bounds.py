@@ -19,9 +19,8 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.blend.gate import is_zero
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims, LayoutError, broadcast_from, fresh
-from lz_compile.passes.formula.bends import AT_LEAST, AT_MOST, BENDS
 from lz_compile.passes.formula.expressions import constant_value, number
-from lz_compile.passes.formula.pointwise import Rule
+from lz_compile.passes.formula.pointwise import AT_LEAST, AT_MOST, BENDS, Rule
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of

@@ -17,11 +17,11 @@ from lz_compile.passes.blend.ranks import Ranks
 from lz_compile.passes.blend.terms import ANCHORS, CASTS, NEAR, Sums, Terms, integers_of
 from lz_compile.passes.formula import moves
 from lz_compile.passes.formula.axes import fresh
-from lz_compile.passes.formula.bends import is_read
-from lz_compile.passes.formula.expressions import constant_value, is_cast, is_constant, specialised
+from lz_compile.passes.formula.expressions import constant_value, is_constant, specialised
 from lz_compile.passes.formula.indices import Indices
 from lz_compile.passes.formula.pieces import SPLITS
-from lz_compile.passes.formula.projections import rearranges
+from lz_compile.passes.formula.pointwise import is_read
+from lz_compile.passes.formula.projections import is_moved, rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import EMITTED, Call, known_tensor, tensor_of, value_of
@@ -89,7 +89,7 @@ class Forms:
         places = {
             self.sums.first(each): place
             for place, each in reversed(list(enumerate(behind)))
-            if _spreads(each, shape, size) and not self.sums.is_moved(each)
+            if _spreads(each, shape, size) and not is_moved(self.effects.calls[each])
         }
         pairs = vanishing(self.sums, node, behind, sorted(places, key=places.__getitem__))
         found = [self._form(node, seed, host) for seed, host in pairs]
@@ -168,9 +168,9 @@ class Forms:
     def _share(self, node: fx.Node) -> tuple[Call, int, int] | None:
         """The softmax, the dimension and the position, where a value is one of a softmax's numbers along a dimension."""
         call, tensor = self.effects.calls.get(node), tensor_of(node)
-        source = None if call is None or call.name not in moves.RULES else self._source(call)
+        source = None if call is None or call.name not in moves.RULES else self.effects.calls.get(call.input)
         if source is not None and source.name in SPLITS:
-            source = self._source(source)
+            source = self.effects.calls.get(source.input)
         if call is None or source is None or source.name != "softmax" or tensor is None:
             return None
         indices, dims = Indices(self.effects), fresh(shape_of(tensor))
@@ -179,9 +179,6 @@ class Forms:
         fixed = [] if found is None else [(d, dim) for d, dim in enumerate(found.dims) if not indices.is_plain((dim,))]
         place = indices.place(fixed[0][1]).constant if len(fixed) == 1 else None
         return None if place is None else (source, fixed[0][0], int(place))
-
-    def _source(self, call: Call) -> Call | None:
-        return self.effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
 
     def _differ(self, one: fx.Node, other: fx.Node) -> bool:
         return self.sums.first(one) is not self.sums.first(other)
@@ -209,10 +206,10 @@ class Forms:
     def is_detached(self, node: fx.Node) -> bool:
         """Whether a value was cut off from its gradient: by ``detach``, or as ``data``."""
         call = self.effects.calls.get(node)
-        while call is not None and (is_cast(call) or rearranges(call)):
+        while call is not None and is_moved(call):
             if call.name == "getattr" and call.arguments.get("#1") == "data":
                 return True
-            call = self.effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
+            call = self.effects.calls.get(call.input)
         return call is not None and call.name in _DETACHING
 
     def _is_given(self, node: fx.Node) -> bool:
@@ -230,7 +227,7 @@ class Forms:
             return node.op in ("placeholder", "get_attr")
         if is_constant(call) or not isinstance(value, (torch.Tensor, tuple, list)):
             return True
-        is_plain = is_read(call) or is_cast(call) or rearranges(call) or call.name in _PICKS | CASTS | {"softmax"}
+        is_plain = is_read(call) or is_moved(call) or call.name in _PICKS | CASTS | {"softmax"}
         given = [call.input] if rearranges(call) else node.all_input_nodes  # others give no more than a shape
         tensors = [each for each in given if isinstance(value_of(each), (torch.Tensor, tuple, list))]
         return is_plain and all(map(self._is_given, tensors))

@@ -13,11 +13,10 @@ from lz_compile.passes.blend.ranks import Rank, Ranks
 from lz_compile.passes.formula import moves
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, fresh, resolve
-from lz_compile.passes.formula.bends import AT_LEAST, AT_MOST, BENDS, is_read
 from lz_compile.passes.formula.expressions import constant_value, is_cast, tidy
 from lz_compile.passes.formula.indices import Indices
 from lz_compile.passes.formula.pieces import Piece
-from lz_compile.passes.formula.pointwise import Rule
+from lz_compile.passes.formula.pointwise import AT_LEAST, AT_MOST, BENDS, Rule, is_read
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
@@ -257,17 +256,15 @@ def _bounds(expression: sympy.Expr) -> tuple[sympy.Expr | None, sympy.Expr | Non
             break
         if is_low:
             low = limit
-        elif low is not None and not _are_ordered(low, limit):  # the upper one is applied first
+        elif low is not None and not (
+            low.is_number and limit.is_number and low <= limit
+        ):  # the upper one is applied first
             low = None
             break
         else:
             high = limit
         expression = inner
     return low, high, expression
-
-
-def _are_ordered(low: sympy.Expr, high: sympy.Expr) -> bool:
-    return bool(low.is_number and high.is_number and low <= high)
 
 
 def _sigmoid(expression: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:

@@ -277,12 +277,19 @@ def shared_inputs(effects: Effects, nodes: Sequence[fx.Node], dims: Dims) -> dic
         return {nodes[0]: dims}
     calls = [effects.calls[node] for node in nodes]
     found: dict[fx.Node, Dims] = {}
-    for operands in zip(*(node.all_input_nodes for node in nodes), strict=True):
-        call = calls[0]
-        assert call is not None, "what is computed twice is a call"
+    call = calls[0]
+    assert call is not None, "what is computed twice is a call"
+    for operands in zip(*(_operands(each) for each in calls if each is not None), strict=True):
         for node, own in shared_inputs(effects, operands, _dims_of(call, operands[0], dims)).items():
             if resolve(found.setdefault(node, own)) != resolve(own):
                 raise LayoutError(f"{told(node)} is read along different dimensions")
+    return found
+
+
+def _operands(call: Call) -> list[fx.Node]:
+    """The nodes that a call is given, in the order of its parameters' names, which equal calls have in common."""
+    found = list[fx.Node]()
+    fx.map_arg([value for _, value in sorted(call.arguments.items())], found.append)
     return found
 
 

@@ -13,11 +13,10 @@ import torch
 from torch import fx
 
 from lz_compile.passes.blend.bounds import BOUNDING, Affine, Bound, Interval, Limits, Twin, limits_of, product, reach_of
-from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC, Arithmetic
-from lz_compile.passes.formula.bends import is_read
+from lz_compile.passes.formula.equal_values import numbers
 from lz_compile.passes.formula.expressions import constant_value, is_cast, specialised
-from lz_compile.passes.formula.projections import rearranges
+from lz_compile.passes.formula.projections import is_moved
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import EMITTED, Call, is_boolean, is_integer, reached, tensor_of, value_of
 
@@ -74,23 +73,12 @@ class Sums:
     _limits: dict[fx.Node, Limits | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        computed: dict[Any, fx.Node] = {}
-        for node, call in self.effects.calls.items():
-            key = None if call is None else self._key(call)
-            self._first[node] = node if key is None else computed.setdefault(key, node)
+        number, known = self.effects.numbers or numbers(self.effects), dict[int, fx.Node]()
+        self._first = {node: known.setdefault(number[node], node) for node in self.effects.calls}
 
     def first(self, node: fx.Node) -> fx.Node:
         """The first of the nodes that compute the same."""
         return self._first[node]
-
-    def _key(self, call: Call) -> Any:
-        """What makes two calls the same; None for one that may be another each time."""
-        if call.is_inplace or tensor_of(call.node) is None or not is_repeatable(call):
-            return None
-        if any(self.effects.is_overwritten(each) for each in call.node.all_input_nodes):
-            return None
-        arguments = fx.map_arg((call.node.args, dict(call.node.kwargs)), lambda node: self._first[node].name)
-        return call.node.op, call.node.target, repr(arguments), self.effects.ambient(call.node)
 
     def behind(self, anchor: fx.Node) -> list[fx.Node]:
         """The values that an anchor is a sum of products of, or that these are, the nearest first; not too many."""
@@ -108,11 +96,6 @@ class Sums:
         calls = [self.effects.calls[node] for node in (anchor, *nodes)]
         return any(call is not None and (call.name in _PRODUCTS or call.get("alpha", 1) != 1) for call in calls)
 
-    def is_moved(self, node: fx.Node) -> bool:
-        """Whether a value is another one, cast or rearranged."""
-        call = self.effects.calls[node]
-        return call is not None and (is_cast(call) or rearranges(call))
-
     def is_sum(self, call: Call) -> bool:
         """Whether a call adds, multiplies, casts or rearranges."""
         tensor = tensor_of(call.node)
@@ -126,7 +109,7 @@ class Sums:
             return call.name in _COUNTED or is_count(call)
         if call.name in BOUNDING:
             return self.limits(call.node) is not None
-        return call.name in _ARITHMETIC or is_cast(call) or rearranges(call)
+        return call.name in _ARITHMETIC or is_moved(call)
 
     def of(self, anchor: fx.Node, cuts: Collection[fx.Node], *, is_lenient: bool = False) -> Terms | None:
         """The terms of an anchor, of which ``cuts`` are factors; None where there are too many.
@@ -200,7 +183,8 @@ class _Expansion:
             terms = None if first in self.cuts or call is None or self.depth > _DEEPEST else self._read(call)
             self.depth -= 1
             self._found[node] = Terms({(first,): 1.0}) if terms is None else terms
-            if _is_large(self._found[node]):
+            found = self._found[node]
+            if len(found) > _MOST_TERMS or any(len(factors) > _MOST_FACTORS for factors in found):
                 raise _TooLargeError
         return self._found[node]
 
@@ -282,16 +266,6 @@ class _Expansion:
         return self._operand(call, call.get(name, 1))
 
 
-def is_repeatable(call: Call) -> bool:
-    """Whether a call is pointwise, rearranges, detaches or is a softmax: the same arguments give the same value."""
-    is_plain = call.name in ("detach", "softmax") or call.name in CASTS
-    return is_plain or is_read(call) or is_cast(call) or layout.rearranges(call)
-
-
-def _is_large(terms: Terms) -> bool:
-    return len(terms) > _MOST_TERMS or any(len(factors) > _MOST_FACTORS for factors in terms)
-
-
 Rule: TypeAlias = Callable[[_Expansion, Call], "Terms | None"]
 
 
@@ -309,10 +283,6 @@ def _div(sums: _Expansion, call: Call) -> Terms | None:
     if found is None or call.get("rounding_mode") is not None or set(found[1]) != {()}:
         return None
     return found[0] * (1.0 / found[1][()])
-
-
-def _not(sums: _Expansion, call: Call) -> Terms | None:
-    return _computed(LOGIC["not"])(sums, call) if is_boolean(call.input) else None
 
 
 def _compared(is_equal: bool) -> Rule:
@@ -338,7 +308,7 @@ def _where(sums: _Expansion, call: Call) -> Terms | None:
 RULES: Mapping[str, Rule] = {
     **{name: _computed(rule) for name, rule in ARITHMETIC.items()},
     "div": _div,
-    "not": _not,
+    "not": lambda sums, call: _computed(LOGIC["not"])(sums, call) if is_boolean(call.input) else None,
     "eq": _compared(is_equal=True),
     "ne": _compared(is_equal=False),
     "where": _where,

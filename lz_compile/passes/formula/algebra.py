@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula import contraction, distances, layout
+from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, broadcast_from, resolve
 from lz_compile.passes.formula.expressions import (
     FLOORED,
@@ -217,24 +217,22 @@ class Region:
     def _is_contracted(self, call: Call) -> bool:
         """Whether a call that is no product by its name sums up products."""
         is_sum = call.name == "sum" and contraction.is_product_sum(self, call)
-        return is_sum or distances.is_distance(self.effects, call.node)
+        return is_sum or contraction.is_distance(self.effects, call.node)
 
     def up_to(self, stops: Container[fx.Node]) -> Region:
         """Another region of the same graph, that is read down to some values."""
         return Region(self.effects, expand_masks=True, stops=stops)
 
     def _express_call(self, call: Call, dims: Dims) -> sympy.Expr:
-        distance = distances.read(self, call, dims)
+        distance = contraction.read_distance(self, call, dims)
         if distance is not None:
             return self.leaf(call.node, dims, contraction_=distance)
-        if call.name == "softmax" or (call.name == "sum" and contraction.is_product_sum(self, call)):
-            return self._special_leaf(call, dims)
-        if call.name in contraction.PRODUCTS:
+        if call.name in contraction.PRODUCTS or (call.name == "sum" and contraction.is_product_sum(self, call)):
             return self._product(call, dims)
         if call.name == "log_softmax":
             return sympy.log(self.leaf(call.node, dims, kind="softmax"))
-        if call.name in _REDUCTIONS:
-            return self.leaf(call.node, dims, kind=_REDUCTIONS[call.name])
+        if call.name == "softmax" or call.name in _REDUCTIONS:
+            return self.leaf(call.node, dims, kind=call.name)
         if call.name == "getitem" and _is_max_values(self.effects, call):
             return self.leaf(call.node, dims, kind="amax")
         inner = self._transparent(call, dims)
@@ -325,11 +323,6 @@ class Region:
             expression = expression + weight * self.express(added, added_dims, call.node)
         return expression
 
-    def _special_leaf(self, call: Call, dims: Dims) -> sympy.Expr:
-        if call.name == "softmax":
-            return self.leaf(call.node, dims, kind="softmax")
-        return self._product(call, dims)
-
     def leaf(
         self,
         node: fx.Node,
@@ -365,10 +358,8 @@ class Region:
         return node.all_input_nodes if is_passed else ()
 
 
-_REDUCTIONS: Mapping[str, str] = {"sum": "sum", "amax": "amax", "logsumexp": "logsumexp"}
-_REDUCING = _REDUCTIONS.keys() | frozenset(
-    "max mean var std var_mean std_mean norm linalg_norm linalg_vector_norm".split()
-)
+_REDUCTIONS = frozenset({"sum", "amax", "logsumexp"})
+_REDUCING = _REDUCTIONS | frozenset("max mean var std var_mean std_mean norm linalg_norm linalg_vector_norm".split())
 #: How many nodes behind a reduction are looked at.
 _FAR = 16
 _NORMALISING = frozenset({"softmax", "log_softmax", "logsumexp"})
@@ -384,7 +375,7 @@ def _is_transparent(call: Call) -> bool:
 
 def _is_max_values(effects: Effects, call: Call) -> bool:
     """``x.max(dim)[0]``: the values of a maximum over a dimension."""
-    source = effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
+    source = effects.calls.get(call.input)
     return (
         source is not None and source.name == "max" and source.get("dim") is not None and call.arguments.get("#1") == 0
     )

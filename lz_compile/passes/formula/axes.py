@@ -9,7 +9,7 @@ Dimensions of size one carry no axis at all: a broadcast over one element and an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -56,6 +56,11 @@ def axes_of(dims: Dims) -> tuple[Axis, ...]:
 def resolve(dims: Dims) -> Dims:
     """The same dims in atomic axes."""
     return tuple(atoms(dim) for dim in dims)
+
+
+def renamed(dims: Dims, names: Mapping[Axis, Axis]) -> Dims:
+    """The same dims in atomic axes, with others in the place of some."""
+    return tuple(tuple(names.get(axis, axis) for axis in dim) for dim in resolve(dims))
 
 
 def fresh(shape: Sequence[Size]) -> Dims:

@@ -15,19 +15,18 @@ from torch import fx
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.expressions import is_constant, specialised
-from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.formula.pointwise import BENDS, is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import Call, value_of
 
 #: Calls that do nothing but compute their result, beyond those that :mod:`algebra` and :mod:`layout` can read.
-_PURE = frozenset(
+_PURE = BENDS.keys() | frozenset(
     "mean sum prod amax amin max min var std var_mean std_mean norm linalg_norm linalg_vector_norm all any argmax argmin "
     "topk sort argsort cumsum cumprod logsumexp softmax log_softmax layer_norm rms_norm group_norm normalize "
-    "relu gelu silu sigmoid softplus abs sign sin cos erf log2 log10 log1p expm1 floor ceil round trunc "
-    "gt ge lt le minimum clamp_max isnan isinf isfinite floordiv mod remainder xor lshift rshift "
+    "sign sin cos log2 log10 floor ceil round trunc isnan isinf isfinite floordiv mod remainder xor lshift rshift "
     "cat stack chunk split split_with_sizes unbind tensor_split gather take_along_dim index_select select narrow diagonal "
-    "tril triu arange eye detach cpu cuda size dim numel".split()
+    "tril triu arange eye detach cpu cuda long int short char byte size dim numel".split()
 )
 #: Calls that give memory as it happens to be.
 _UNWRITTEN = frozenset({"empty", "empty_like", "new_empty"})

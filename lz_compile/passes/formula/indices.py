@@ -107,7 +107,8 @@ class Indices:
             raise LayoutError(f"an axis of {placeholder.size} is cut at a symbolic size")
         above = quotient(place, minor.size, self.quotients)
         for part, position in zip(placeholder.parts, (above, place - above.scaled(minor.size)), strict=True):
-            axis = Axis(part.size)
+            known = self._runs.get((position, part.size), ())
+            axis = known[0] if len(known) == 1 else Axis(part.size)
             self._places[axis] = position
             originals[part] = axis
             self._cut(part, position, originals)

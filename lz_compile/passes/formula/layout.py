@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Shape, Size, as_size, product, shape_of
-from lz_compile.passes.formula.axes import Dims, LayoutError, atoms, broadcast_from, quotient, regroup, take
+from lz_compile.passes.formula.axes import Dims, LayoutError, atoms, axes_of, broadcast_from, quotient, regroup, take
 from lz_compile.passes.graph.view import Call, memories_of, reached, read, tensor_of, value_of
 
 Reader = Callable[[Call, Shape, Dims], Dims]
@@ -49,10 +49,6 @@ def _movedim(call: Call, shape: Shape, dims: Dims) -> Dims:
     others = iter(d for d in range(rank) if d not in sources)
     order = tuple(placed[position] if position in placed else next(others) for position in range(rank))
     return _permuted(order, dims)
-
-
-def _regroup(_call: Call, shape: Shape, dims: Dims) -> Dims:
-    return regroup((axis for dim in dims for axis in dim), shape)
 
 
 def _unsqueeze(call: Call, shape: Shape, dims: Dims) -> Dims:
@@ -126,7 +122,7 @@ _READERS: Mapping[str, Reader] = {
     "T": lambda _call, _shape, dims: dims[::-1],
     "permute": _permute,
     "movedim": _movedim,
-    **dict.fromkeys((*REGROUPING, "squeeze"), _regroup),
+    **dict.fromkeys((*REGROUPING, "squeeze"), lambda _call, shape, dims: regroup(axes_of(dims), shape)),
     **dict.fromkeys(("expand", "expand_as"), lambda _call, shape, dims: broadcast_from(dims, shape)),
     "unsqueeze": _unsqueeze,
     "repeat_interleave": _repeat_interleave,

@@ -19,10 +19,9 @@ from lz_compile.ground.sizes import product
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of, regroup
-from lz_compile.passes.formula.bends import AT_LEAST, BENDS
 from lz_compile.passes.formula.edge import Edge, behind_casts
 from lz_compile.passes.formula.expressions import tidy
-from lz_compile.passes.formula.pointwise import Rule
+from lz_compile.passes.formula.pointwise import AT_LEAST, BENDS, Rule
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
@@ -136,7 +135,7 @@ class Moments:
 
     def _of_pair(self, call: Call, leaf: Leaf) -> sympy.Expr | None:
         """``torch.var_mean(x)[0]`` and the like."""
-        source = self.region.effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
+        source = self.region.effects.calls.get(call.input)
         index = call.arguments.get("#1")
         if source is None or source.name not in ("var_mean", "std_mean") or index not in (0, 1):
             return None

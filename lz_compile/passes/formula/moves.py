@@ -15,7 +15,7 @@ from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.axes import Axis, Dims, regroup
 from lz_compile.passes.formula.pieces import Piece, Rule, Space, first_of, getitem, named_dim, only, placed_at, wrapped
 from lz_compile.passes.formula.pointwise import is_pointwise
-from lz_compile.passes.formula.polynomial import ONE, ZERO, Polynomial, lower, number
+from lz_compile.passes.formula.polynomial import ONE, Polynomial, lower, number
 from lz_compile.passes.formula.predicates import FALSE, TRUE, Predicate, at_least, both
 from lz_compile.passes.graph.view import Call, known_tensor, reached, read, tensor_of
 
@@ -75,7 +75,7 @@ def order_in_memory(tensor: torch.Tensor) -> list[int] | None:
 
 
 def _select(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
-    named = named_dim(call, "#1")
+    named = named_dim(call)
     if named is None:
         return None
     place = wrapped(space, space.integer(call.get("index")), named[1])
@@ -83,7 +83,7 @@ def _select(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
 
 
 def _narrow(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
-    named = named_dim(call, "#1")
+    named = named_dim(call)
     start = None if named is None else first_of(space, call.get("start"), named[1])
     if named is None or start is None:
         return None
@@ -91,7 +91,7 @@ def _narrow(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
 
 
 def _index_select(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
-    named, index = named_dim(call, "#1"), call.get("index", call.arguments.get("#2"))
+    named, index = named_dim(call), call.get("index")
     tensor = tensor_of(index)
     if named is None or tensor is None:
         return None
@@ -100,7 +100,7 @@ def _index_select(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | Non
 
 
 def _gather(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
-    named, index = named_dim(call, "#1"), call.get("index", call.arguments.get("#2"))
+    named, index = named_dim(call), call.get("index")
     if named is None or tensor_of(index) is None:
         return None
     place, shape = space.index_at(index, dims, call.node), shape_of(known_tensor(call.input))
@@ -117,7 +117,7 @@ def _in(space: Space, dim: tuple[Axis, ...], size: Size) -> tuple[Axis, ...]:
 
 
 def _embedding(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
-    index, table = call.input, call.get("weight", call.arguments.get("#1"))
+    index, table = call.input, call.get("weight")
     held = tensor_of(table)
     if held is None or tensor_of(index) is None or call.get("max_norm") is not None:
         return None
@@ -141,7 +141,7 @@ def _flip(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
 
 def _roll(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
     source = tensor_of(call.input)
-    given = (call.get(name, call.arguments.get(at)) for name, at in (("shifts", "#1"), ("dims", "#2")))
+    given = map(call.get, ("shifts", "dims"))
     shifts, turned = (each if isinstance(each, (tuple, list)) else [each] for each in given)
     is_known = all(isinstance(each, int) for each in (*shifts, *turned)) and len(shifts) == len(turned)
     if source is None or not is_known or len({dim % source.dim() for dim in turned}) < len(turned):
@@ -173,8 +173,7 @@ def _rolled(space: Space, dim: tuple[Axis, ...], size: Size, shift: int) -> list
 
 
 def _unfold(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
-    source = tensor_of(call.input)
-    dim, step = (call.get(name, call.arguments.get(at)) for name, at in (("dimension", "#1"), ("step", "#3")))
+    source, dim, step = tensor_of(call.input), call.get("dimension"), call.get("step")
     if source is None or len(dims) != source.dim() + 1 or not isinstance(dim, int) or not isinstance(step, int):
         return None  # the first also where it is the unfold of images
     place = space.place(dims[dim % source.dim()]).scaled(step) + space.place(dims[-1])
@@ -183,8 +182,7 @@ def _unfold(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
 
 def _diagonal(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
     source = tensor_of(call.input)
-    names = (("offset", "#1", 0), ("dim1", "#2", 0), ("dim2", "#3", 1))
-    offset, one, two = (call.get(name, call.arguments.get(at, default)) for name, at, default in names)
+    offset, one, two = (call.get(name, default) for name, default in (("offset", 0), ("dim1", 0), ("dim2", 1)))
     if source is None or not all(isinstance(each, int) for each in (offset, one, two)):
         return None
     rows, columns = one % source.dim(), two % source.dim()
@@ -195,26 +193,37 @@ def _diagonal(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
 
 
 def _as_strided(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
-    """Elements of the memory of a tensor that fills it in the order of its own dimensions."""
-    source, strides = tensor_of(call.input), call.get("stride", call.arguments.get("#2"))
-    offset = call.get("storage_offset", call.arguments.get("#3"))
-    shape = () if source is None else shape_of(source)
-    is_dense = source is not None and order_in_memory(source) == [*range(source.dim())]
-    is_dense = is_dense and as_size(source.storage_offset()) == 0  # type: ignore[union-attr]  # where it is dense
-    given = [space.integer(each) for each in strides] if isinstance(strides, (tuple, list)) else [None]
-    start = ZERO if offset is None else space.integer(offset)
-    if not is_dense or start is None or any(each is None for each in given):
+    """Elements of the memory of a tensor that fills it, in whatever order of its dimensions; none beside it."""
+    source, strides, offset = tensor_of(call.input), call.get("stride"), call.get("storage_offset")
+    order = None if source is None else order_in_memory(source)
+    if source is None or order is None or not isinstance(strides, (tuple, list)):
         return None
+    begin = as_size(source.storage_offset())
+    start, given = (
+        space.size(begin) if offset is None else space.integer(offset),
+        [space.integer(each) for each in strides],
+    )
+    if start is None or any(each is None for each in given):
+        return None
+    start = start - space.size(begin)
     for stride, dim in zip(given, dims, strict=True):
         start = start + stride * space.place(dim)  # type: ignore[operator]  # none is None
-    return only(call, space.through((space.dim_at(start, product(shape)),), lambda flat: regroup(flat[0], shape)))
+    shape = [shape_of(source)[dim] for dim in order]
+    if any(least is None or least < 0 for least in (lower(start), lower(space.size(product(shape)) - ONE - start))):
+        return None
+
+    def laid(flat: Dims) -> Dims:
+        inner = regroup(flat[0], shape)
+        return tuple(inner[order.index(dim)] for dim in range(len(order)))
+
+    return only(call, space.through((space.dim_at(start, product(shape)),), laid))
 
 
 # ---- joins --------------------------------------------------------------------------------------------------------
 
 
 def _cat(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
-    tensors, dim = call.get("tensors", call.input), call.get("dim", 0)
+    tensors, dim = call.get("tensors"), call.get("dim", 0)
     parts = [(each, tensor_of(each)) for each in tensors] if isinstance(tensors, (tuple, list)) else []
     if not isinstance(dim, int) or not parts or any(each is None or each.dim() != len(dims) for _, each in parts):
         return None
@@ -233,7 +242,7 @@ def _cat(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
 
 
 def _stack(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
-    tensors, dim = call.get("tensors", call.input), call.get("dim", call.arguments.get("#1", 0))
+    tensors, dim = call.get("tensors"), call.get("dim", 0)
     if not isinstance(tensors, (tuple, list)) or not isinstance(dim, int):
         return None
     dim %= len(dims)
@@ -247,11 +256,9 @@ def _complete(pieces: Sequence[Piece]) -> Sequence[Piece]:
 
 
 def _pad(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
-    pads, mode = call.get("pad", call.arguments.get("#1")), call.get("mode", call.arguments.get("#2", "constant"))
-    source = tensor_of(call.input)
-    if source is None or mode != "constant" or not isinstance(pads, (tuple, list)):
+    source, pads, value = tensor_of(call.input), call.get("pad"), call.get("value")
+    if source is None or call.get("mode", "constant") != "constant" or not isinstance(pads, (tuple, list)):
         return None
-    value = call.get("value", call.arguments.get("#3"))
     inside, shifted, sizes = [], list(dims), shape_of(source)
     for i in range(len(pads) // 2):
         dim, before = len(dims) - 1 - i, space.integer(pads[2 * i])

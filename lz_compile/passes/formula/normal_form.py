@@ -8,9 +8,9 @@ from typing import Literal, TypeAlias
 
 import sympy
 
-from lz_compile.passes.formula.bends import AT_LEAST
 from lz_compile.passes.formula.expressions import tidy
 from lz_compile.passes.formula.moments import MEAN, MEAN_SQUARE, ROW, halves
+from lz_compile.passes.formula.pointwise import AT_LEAST
 
 #: Where ``eps`` stands, by the words of the op: mypy holds the two alike.
 EpsAt: TypeAlias = Literal["inside", "outside", "floor"]

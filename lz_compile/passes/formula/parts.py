@@ -20,12 +20,12 @@ from torch import fx
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import Size, shape_of
 from lz_compile.passes.formula import contraction, edge, layout, moves
-from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.formula.contraction import Factor
 from lz_compile.passes.formula.expressions import Known, Values, unknown
 from lz_compile.passes.formula.pieces import SPLITS, named_dim
-from lz_compile.passes.formula.places import Fixed, affine, canonical, has_fixed_index, ordered, placed
+from lz_compile.passes.formula.places import Fixed, affine, canonical, has_fixed_index, ordered, paired, placed
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.formula.polynomial import ZERO, Polynomial, Variable, number, variable
 from lz_compile.passes.graph.refusal import told
@@ -200,6 +200,18 @@ class Parts(Region):
             summed = _turned(self, call, dims) if summed is None else summed
         return super()._express_call(call, dims) if summed is None else summed
 
+    def joined(
+        self, first: sympy.Expr, second: sympy.Expr, pair: Axis
+    ) -> dict[sympy.Symbol, tuple[sympy.Symbol, Leaf]]:
+        """Leaves of one expression, each with that of another that is the other of a pair, and what both are together."""
+        found: dict[sympy.Symbol, tuple[sympy.Symbol, Leaf]] = {}
+        for symbol, leaf in self.leaves_in(first).items():
+            for other, its in self.leaves_in(second).items():
+                dims = paired(leaf.dims, its.dims, pair) if its.node is leaf.node else None
+                if dims is not None:
+                    found.setdefault(symbol, (other, Leaf(leaf.node, dims)))
+        return found
+
     # ---- positions (:class:`pieces.Space`) ----------------------------------------------------------------------------
 
     def place(self, dim: tuple[Axis, ...]) -> Polynomial:
@@ -267,7 +279,7 @@ def _shown(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
 
 def _sum(region: Parts, call: Call, dims: Dims) -> sympy.Expr | None:
     """A sum over a dimension of pairs, as of rotation matrices."""
-    named = named_dim(call, "#1")
+    named = named_dim(call)
     if named is None or named[1] != 2 or call.get("dtype") is not None:
         return None
     has_dim = call.get("keepdim") is True

@@ -90,9 +90,9 @@ def placed_at(space: Space, call: Call, dims: Dims, dim: int, place: Polynomial 
     return (*dims[:dim], space.dim_at(place, as_size(source.shape[dim])), *dims[after:])
 
 
-def named_dim(call: Call, position: str, default: Any = None) -> tuple[int, Size] | None:
+def named_dim(call: Call, default: Any = None) -> tuple[int, Size] | None:
     """The dimension of the input that a call names, and its extent."""
-    source, dim = tensor_of(call.input), call.get("dim", call.arguments.get(position, default))
+    source, dim = tensor_of(call.input), call.get("dim", default)
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     if not isinstance(dim, int) or source is None or not source.dim():
         return None
@@ -201,7 +201,7 @@ def _part(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
 
 def _piece(space: Space, call: Call, parent: Call, dims: Dims, which: int) -> Sequence[Piece] | None:
     pieces = call.input.meta.get("example_value")
-    named = named_dim(parent, "#1" if parent.name == "unbind" else "#2", 0)
+    named = named_dim(parent, 0)
     if not isinstance(pieces, (tuple, list)) or named is None:
         return None
     dim, which = named[0], which % len(pieces)

@@ -57,7 +57,7 @@ def merged(where: Predicate, chosen: Value | None, otherwise: Value | None) -> V
 
 def _triangle(*, is_upper: bool) -> Rule:
     def rule(reader: Reader, call: Call, dims: Dims) -> Value | None:
-        diagonal = reader.integer(call.get("diagonal", call.arguments.get("#1", 0)))
+        diagonal = reader.integer(call.get("diagonal", 0))
         value = operand(reader, call, call.input, dims)
         if diagonal is None or value is None:
             return None
@@ -83,7 +83,7 @@ def _arange(reader: Reader, call: Call, dims: Dims) -> Value | None:
 
 def _cumsum(reader: Reader, call: Call, dims: Dims) -> Value | None:
     """The running sum of what is the same at every index along the dimension."""
-    dim, source = call.get("dim", call.arguments.get("#1")), tensor_of(call.input)
+    dim, source = call.get("dim"), tensor_of(call.input)
     if not isinstance(dim, int) or source is None or not dims:
         return None
     dim %= len(dims)
@@ -96,10 +96,8 @@ def _cumsum(reader: Reader, call: Call, dims: Dims) -> Value | None:
 
 
 def _diff(reader: Reader, call: Call, dims: Dims) -> Value | None:
-    order = call.get("n", call.arguments.get("#1", 1))
-    dim = call.get("dim", call.arguments.get("#2", -1))
-    prepend, source = call.get("prepend", call.arguments.get("#3")), tensor_of(call.input)
-    is_plain = order == 1 and isinstance(dim, int) and call.get("append", call.arguments.get("#4")) is None
+    dim, prepend, source = call.get("dim", -1), call.get("prepend"), tensor_of(call.input)
+    is_plain = call.get("n", 1) == 1 and isinstance(dim, int) and call.get("append") is None
     if source is None or not is_plain or source.dtype == torch.bool:
         return None
     dim %= source.dim()
@@ -168,7 +166,7 @@ def _reduced(*, is_mean: bool) -> Rule:
 
 
 def _outer(reader: Reader, call: Call, dims: Dims) -> Value | None:
-    one, two = call.input, call.get("vec2", call.get("other", call.arguments.get("#1")))
+    one, two = call.input, call.get("other")
     if tensor_of(one) is None or tensor_of(two) is None:
         return None
     factors = [numeric(reader.read(each, (dim,), call.node)) for each, dim in zip((one, two), dims, strict=True)]

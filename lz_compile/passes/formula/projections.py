@@ -15,8 +15,8 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.axes import LayoutError, fresh
-from lz_compile.passes.formula.bends import bends, is_read
 from lz_compile.passes.formula.expressions import is_cast, is_constant
+from lz_compile.passes.formula.pointwise import bends, is_read
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import EMITTED, Call, reached, tensor_of, tensor_operands
 
@@ -87,7 +87,7 @@ class Supports:
         own, users = self.of(node).rows, list(node.users)
         for user in users:
             call = self.effects.calls.get(user)
-            if call is not None and (rearranges(call) or is_cast(call)):
+            if is_moved(call):
                 users += user.users
             elif call is not None and call.name in ("mul", "addcmul"):
                 rows = [self._of_operand(each, user).rows for each in tensor_operands(user)]
@@ -125,6 +125,11 @@ def rearranges(call: Call) -> bool:
         return layout.read_input_dims(call, fresh(shape_of(tensor))) is not None
     except (LayoutError, IndexError):
         return False
+
+
+def is_moved(call: Call | None) -> bool:
+    """Whether a call casts or rearranges a tensor, and does nothing else."""
+    return call is not None and (is_cast(call) or rearranges(call))
 
 
 def projection(effects: Effects, node: fx.Node, products: frozenset[str] = PRODUCTS) -> fx.Node | None:

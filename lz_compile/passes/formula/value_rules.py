@@ -193,7 +193,7 @@ def _extreme(choose: Callable[[Piecewise, Piecewise], Piecewise | None]) -> Rule
     """The larger or smaller of two tensors (of one tensor, it is a reduction)."""
 
     def rule(reader: Reader, call: Call, dims: Dims) -> Value | None:
-        other = call.get("other", call.get("dim", call.arguments.get("#1")))
+        other = call.get("other", call.get("dim"))
         if tensor_of(other) is None:
             return None
         numbers = _numbers(reader, call, dims, _dtype(call), call.input, other)
@@ -311,8 +311,7 @@ def _is_whole(value: Number) -> bool:
 
 
 def _fill(reader: Reader, call: Call, dims: Dims) -> Value | None:
-    value = call.get("value", call.arguments.get("#1", 0))
-    return operand(reader, call, 0 if call.name == "zero" else value, dims)
+    return operand(reader, call, call.get("value", 0), dims)
 
 
 #: What changes the dtype or the device only, integers included.

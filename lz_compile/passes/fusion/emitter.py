@@ -19,12 +19,12 @@ from lz_compile.passes.rewriting.match import Match
 
 def operands_of(match: Match, builder: Builder) -> Any:
     """A match's operands, which may be a twin's, whose emitter speaks of the prototype's nodes."""
-    return match.emitter.operands(_own(match, builder))
+    return match.found.emitter.operands(_own(match, builder))
 
 
 def results_of(match: Match, builder: Builder, value: Any) -> tuple[Any, ...]:
     """What a kernel's value gives for every output of a match, which may be a twin."""
-    found = match.emitter.result(_own(match, builder), value)
+    found = match.found.emitter.result(_own(match, builder), value)
     return tuple(found) if match.site.extra_outputs else (found,)
 
 
@@ -53,9 +53,10 @@ class FusedEmitter:
     def operands(self, builder: Builder) -> Operands | Siblings:
         """The operands that are given, and in the place of the others what is still to be computed."""
         fused = {
-            name: Fused(first.op, operands_of(first, builder), first.attributes) for name, first in self.others.items()
+            name: Fused(first.op, operands_of(first, builder), first.found.attributes)
+            for name, first in self.others.items()
         }
-        inner = {first.output: name for name, first in self.others.items()}
+        inner = {first.site.output: name for name, first in self.others.items()}
 
         def value(node: fx.Node) -> Any:
             try:
@@ -82,12 +83,12 @@ class FusedEmitter:
 
     def attributes_at(self, sizes: Mapping[Axis, int]) -> OpAttributes:
         """The last match's attributes for a proof at other sizes."""
-        return self.match.emitter.attributes_at(sizes)
+        return self.match.found.emitter.attributes_at(sizes)
 
     def implied_value(self, node: fx.Node, builder: Builder, given: torch.Tensor, sizes: Mapping[Axis, int]) -> Any:
         """What an implied input holds at other sizes."""
         back = {own: node for node, own in self.match.renamed.items()}
-        return self.match.emitter.implied_value(back.get(node, node), _own(self.match, builder), given, sizes)
+        return self.match.found.emitter.implied_value(back.get(node, node), _own(self.match, builder), given, sizes)
 
     def __str__(self) -> str:
         """What is computed along: ``the rope before key, query``."""
@@ -96,7 +97,7 @@ class FusedEmitter:
             of_kind = {name: each for name, each in sorted(self.others.items()) if kind_of(name, each) == kind}
             each = next(iter(of_kind.values()))
             parts.append(
-                f"the {each.op} at {each.where}" if kind == SIBLING else f"the {kind} before {', '.join(of_kind)}"
+                f"the {each.op} at {each.site.where}" if kind == SIBLING else f"the {kind} before {', '.join(of_kind)}"
             )
         return " and ".join(parts)
 

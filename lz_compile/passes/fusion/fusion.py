@@ -67,18 +67,18 @@ class Fusion:
     def of(self, fused: Sequence[str]) -> Match:
         """The match that a kernel replaces which fuses these: everything from the first inputs to the last result."""
         others = {name: each for name, each in self.others.items() if kind_of(name, each) in fused}
-        inner = {each.output for each in others.values()}
+        inner = {each.site.output for each in others.values()}
         own = {node: each for node, each in self.match.found.inputs.items() if node not in inner}
-        operands = {name: node for name, node in self.match.operands.items() if node not in inner}
+        operands = {name: node for name, node in self.match.found.operands.items() if node not in inner}
         for name, one in others.items():
-            further = {f"{name}.{each}": node for each, node in one.operands.items()}
+            further = {f"{name}.{each}": node for each, node in one.found.operands.items()}
             operands |= {each: node for each, node in further.items() if node not in operands.values()}
         core = in_order((*(node for each in others.values() for node in each.core), *self.match.core))
         also = tuple(_given(others, {*core}))
         inputs = {node: Input(dims) for each in others.values() for node, dims in each.inputs.items()}
         inputs |= {node: replace(each, rows=(), dropped=()) for node, each in own.items()}
         pairs = [*_corresponding([*others.values()], self.match, {node: each.dims for node, each in inputs.items()})]
-        read = {**self.match.read, **{one.output: one.output_dims for one in others.values()}}
+        read = {**self.match.read, **{one.site.output: one.site.output_dims for one in others.values()}}
         for each in others.values():
             read |= each.read
         trials = [each.trial for each in (self.match, *others.values())]
@@ -104,7 +104,7 @@ def fusions(
 ) -> dict[fx.Node, Fusion]:
     """By output: every match with what comes directly before it, or beside, of what is ``wanted`` for it."""
     planner = _Planner(matches, effects)
-    found = {match.output: planner.before(match, names) for match in matches if (names := wanted(match))}
+    found = {match.site.output: planner.before(match, names) for match in matches if (names := wanted(match))}
     planner.with_siblings(found, [match for match in matches if SIBLING in wanted(match)])
     return {output: fusion for output, fusion in found.items() if fusion.others or fusion.refused}
 
@@ -114,13 +114,13 @@ class _Planner:
 
     def __init__(self, matches: Sequence[Match], effects: Effects) -> None:
         self._matches, self._effects = matches, effects
-        self._by_output = {match.output: match for match in matches}
+        self._by_output = {match.site.output: match for match in matches}
         self._along: dict[fx.Node, Match] = {}
 
     def before(self, match: Match, names: Collection[str]) -> Fusion:
         """What the operands of a match are, of these kinds."""
         fusion = Fusion(match)
-        for name, node in match.operands.items():
+        for name, node in match.found.operands.items():
             first: Match | Reason | None = self._by_output.get(node)
             if first is None and RESIDUAL in names:
                 first = sum_before(match, name, self._effects)
@@ -132,7 +132,7 @@ class _Planner:
 
     def joined(self, fusion: Fusion, name: str, first: Match) -> Fusion:
         """With another match, unless something speaks against it."""
-        where = f"at {first.where}" if name == SIBLING else f"before {name} ({first.where})"
+        where = f"at {first.site.where}" if name == SIBLING else f"before {name} ({first.site.where})"
         what = f"the {first.op} {where}"
         together = replace(fusion, others={**fusion.others, name: first})
         reason = self._obstacle(first, fusion.match, name, what) or self._conflict(together, what)
@@ -146,15 +146,15 @@ class _Planner:
 
     def _obstacle(self, first: Match, match: Match, name: str, what: str) -> Reason | None:
         """Why ``first`` cannot be computed together with ``match``, whose operand ``name`` it is."""
-        reader = None if kind_of(name, first) in GIVEN else _stranger(first.output, set(match.core))
+        reader = None if kind_of(name, first) in GIVEN else _stranger(first.site.output, set(match.core))
         if reader is not None:
             return Reason("NOT_FUSED", f"{what} is also read by {told(reader)}")
         writer = self._writer(first, match)
         if writer is not None:
             return Reason("NOT_FUSED", f"{what} stays by itself, for {told(writer)} overwrites what is read")
-        if first.ambient != match.ambient:
+        if first.site.ambient != match.site.ambient:
             return Reason("NOT_FUSED", f"{what} runs under another autocast or gradient mode")
-        if sum(node is first.output for node in match.operands.values()) > 1:
+        if sum(node is first.site.output for node in match.found.operands.values()) > 1:
             return Reason("NOT_FUSED", f"{what} is several operands at once")
         if name == SIBLING:
             difference = _difference(first, match)
@@ -168,7 +168,7 @@ class _Planner:
         """What overwrites anything that is read or given, from where that begins up to the last result."""
         start = min(first.core, key=self._effects.position.__getitem__)
         touched = dict.fromkeys((*first.inputs, *first.outputs, *match.inputs))
-        writers = (self._effects.overwritten_after(node, start, match.output) for node in touched)
+        writers = (self._effects.overwritten_after(node, start, match.site.output) for node in touched)
         return next(filter(None, writers), None)
 
     def _conflict(self, fusion: Fusion, what: str) -> Reason | None:
@@ -177,28 +177,28 @@ class _Planner:
         along = {id(self._along.get(node, fusion.match)) for each in fusion.others.values() for node in each.core}
         for other in self._matches:
             if id(other) in along and other is not fusion.match:
-                return Reason("NOT_FUSED", f"{what} is computed along with the {other.op} at {other.where}")
+                return Reason("NOT_FUSED", f"{what} is computed along with the {other.op} at {other.site.where}")
         given = {*together.site.extra_outputs}
-        last, own = position[fusion.match.output], {each.output for each in fusion.others.values()}
+        last, own = position[fusion.match.site.output], {each.site.output for each in fusion.others.values()}
         for other in self._matches if given else ():
-            if position[other.output] >= last or other.output in own:
+            if position[other.site.output] >= last or other.site.output in own:
                 continue
             if not given.isdisjoint((*other.inputs, *other.read, *other.core)):
-                return Reason("NOT_FUSED", f"{what} is read by the {other.op} at {other.where} before")
+                return Reason("NOT_FUSED", f"{what} is read by the {other.op} at {other.site.where} before")
         return None
 
     def with_siblings(self, fusions: dict[fx.Node, Fusion], matches: Sequence[Match]) -> None:
         """Join neighbours that share operands, each with one other at most."""
         alone: dict[tuple[Any, ...], Match] = {}
-        for match in sorted(matches, key=lambda match: self._effects.position[match.output]):
+        for match in sorted(matches, key=lambda match: self._effects.position[match.site.output]):
             names = getattr(ops.module(match.op), "SIBLINGS_SHARE", None)
             if names is None:
                 continue
-            shared = (match.op, *(match.operands[name] for name in names))
+            shared = (match.op, *(match.found.operands[name] for name in names))
             first = alone.pop(shared, None)
             if first is not None:
-                fusions[match.output] = self.joined(fusions[match.output], SIBLING, first)
-            if first is None or SIBLING not in fusions[match.output].others:
+                fusions[match.site.output] = self.joined(fusions[match.site.output], SIBLING, first)
+            if first is None or SIBLING not in fusions[match.site.output].others:
                 alone[shared] = match
 
 
@@ -207,7 +207,8 @@ class _Planner:
 
 def _corresponding(others: Collection[Match], match: Match, inputs: Mapping[fx.Node, Dims]) -> Iterator[_Pair]:
     """The axes of every dimension that two matches call differently, and whether they correspond."""
-    pairs = [(each.output_dims, match.inputs[each.output]) for each in others if each.output in match.inputs]
+    sites = [each.site for each in others if each.site.output in match.inputs]
+    pairs = [(site.output_dims, match.inputs[site.output]) for site in sites]
     for each in (*others, match):
         pairs += [(dims, inputs[node]) for node, dims in each.inputs.items() if inputs.get(node, dims) is not dims]
     for own, other in pairs:
@@ -261,9 +262,9 @@ def _fits(first: Match, match: Match, name: str) -> bool:
     ones = {node: _ones(node, dims, sizes) for node, dims in {**match.inputs, **first.inputs}.items()}
     earlier = Builder(ones.__getitem__, sizes=sizes)
     try:
-        result = Fused(first.op, operands_of(first, earlier), first.attributes).reference()
+        result = Fused(first.op, operands_of(first, earlier), first.found.attributes).reference()
         for numbered in _numbered(result):
-            given = ones | {first.output: results_of(first, earlier, numbered)[0]}
+            given = ones | {first.site.output: results_of(first, earlier, numbered)[0]}
             operand = getattr(operands_of(match, Builder(given.__getitem__, sizes=sizes)), name)
             if operand.numel() != numbered.numel():
                 return False
@@ -294,9 +295,10 @@ def _ones(node: fx.Node, dims: Dims, sizes: Sizes) -> Any:
 def _difference(first: Match, match: Match) -> str | None:
     """Why two matches of an op are no siblings."""
     module = ops.module(match.op)
-    if first.attributes != match.attributes:
+    if first.found.attributes != match.found.attributes:
         return "has other attributes"
-    if replace(first.facts, **{name: getattr(match.facts, name) for name in module.SIBLINGS_DIFFER}) != match.facts:
+    one, other = first.found.facts, match.found.facts
+    if replace(one, **{name: getattr(other, name) for name in module.SIBLINGS_DIFFER}) != other:
         return "has other sizes or dtypes"
     sizes = representative_sizes(Fusion(match, {SIBLING: first}).of((SIBLING,)))
     with isolated():

@@ -68,7 +68,7 @@ class SumEmitter(TableEmitter):
 
 def sum_before(reader: Match, name: str, effects: Effects) -> Match | Reason | None:
     """The sum that an operand of a match is; why it is none that a kernel adds, or None where it is no sum at all."""
-    read = reader.operands[name]
+    read = reader.found.operands[name]
     dims = reader.inputs.get(read)
     chain = None if dims is None else _chain(effects, read, dims)
     if dims is None or chain is None:
@@ -146,5 +146,5 @@ def _match(
             read={**region.interior, **chain},
             extra_outputs=tuple(chain)[1:],
         ),
-        Found(SumAttributes(), reader.facts, inputs, operands, SumEmitter(reader, name, summands, chain)),
+        Found(SumAttributes(), reader.found.facts, inputs, operands, SumEmitter(reader, name, summands, chain)),
     )

@@ -65,7 +65,9 @@ class _Calls(dict[fx.Node, "Call | None"]):
         return super().__getitem__(node)
 
     def get(self, node: Any, default: Any = None) -> Any:
-        if self.look is not None and isinstance(node, fx.Node):
+        if not isinstance(node, fx.Node):
+            return default
+        if self.look is not None:
             self.look.nodes.add(node)
         return super().get(node, default)
 
@@ -93,7 +95,8 @@ class Effects:
             for name in self._names(self._path(mutation.target)):
                 self._by_name.setdefault(name, []).append(mutation)
         #: Calls that change the shape of a tensor in place.
-        self.reshapes = [m for m in self._mutations if _reshapes(self.calls[m.node])]
+        reshapers = {node for node, call in self.calls.items() if call and call.is_inplace and call.name in RESHAPERS}
+        self.reshapes = [each for each in self._mutations if each.node in reshapers]
         self._ambient = ambient_of(graph.nodes)
         self._reached: dict[tuple[fx.Node, frozenset[str]], bool] = {}
         #: Equal for nodes with equal values, where somebody told (see :mod:`formula.equal_values`).
@@ -180,8 +183,6 @@ class Effects:
 
     def overwritten_after(self, node: fx.Node, start: fx.Node, stop: fx.Node) -> fx.Node | None:
         """The first node after ``start`` and before ``stop`` that overwrites memory of ``node``."""
-        if not self._mutations:
-            return None
         after = max(self.position[start], self.position[node])
         return next((m.node for m in self._between(node, after, self.position[stop])), None)
 
@@ -221,11 +222,8 @@ class Effects:
 
     def why_not_kept(self, nodes: Iterable[fx.Node], last: fx.Node) -> str:
         """Which of ``nodes`` a backward pass must not keep, for it is overwritten after ``last``; empty if none is."""
-        if not self._mutations:
-            return ""
-        start = self.position[last]
         for node in nodes:
-            for mutation in self._between(node, start, len(self.position)):
+            for mutation in self._between(node, self.position[last], len(self.position)):
                 # That two inputs may be one memory is no reason here: then the backward pass raises.
                 if self.owner(mutation.target) is self.owner(node) or _share_storage(mutation.target, node):
                     return f"{mutation.node.name} overwrites {node.name}"
@@ -233,9 +231,8 @@ class Effects:
 
     def writes(self, writer: fx.Node, node: fx.Node) -> bool:
         """Whether ``writer`` itself overwrites memory of ``node``."""
-        return bool(self._mutations) and any(
-            m.node is writer and self._overlap(self._path(node), self._path(m.target)) for m in self._mutations
-        )
+        own = (m.target for m in self._mutations if m.node is writer)
+        return any(self._overlap(self._path(node), self._path(target)) for target in own)
 
     def writes_to(self, node: fx.Node) -> list[tuple[fx.Node, fx.Node]]:
         """Calls that overwrite memory of ``node`` (any part of what it was made in), with the node through which they do.
@@ -248,7 +245,7 @@ class Effects:
 
     def is_overwritten(self, node: fx.Node) -> bool:
         """Whether anything in the graph overwrites memory of ``node`` after it was made."""
-        return bool(self._mutations) and bool(self._between(node, self.position[node], len(self.position)))
+        return bool(self._between(node, self.position[node], len(self.position)))
 
     def reshaped_after_read(self, nodes: Collection[fx.Node], output: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         """One of ``nodes`` and the call that changes its shape in place after another one read it (or, of ``output``, ever).
@@ -301,6 +298,8 @@ class Effects:
         return source
 
     def _between(self, node: fx.Node, start: int, stop: int) -> list[_Mutation]:
+        if not self._mutations:
+            return []
         path = self._path(node)
         found = {m.position: m for name in self._names(path) for m in self._by_name.get(name, ())}
         inside = (found[position] for position in sorted(found) if start < position < stop)
@@ -324,13 +323,9 @@ class Effects:
         first, second = self.calls.get(one), self.calls.get(other)
         if first is None or second is None or first.name != "getitem" or second.name != "getitem":
             return False
-        parent = self.calls.get(first.input) if isinstance(first.input, fx.Node) else None
+        parent = self.calls.get(first.input)
         is_split = parent is not None and parent.name in _SPLITS and first.input is second.input
         return is_split and first.arguments.get("#1") != second.arguments.get("#1")
-
-
-def _reshapes(call: Call | None) -> bool:
-    return call is not None and call.is_inplace and call.name in RESHAPERS
 
 
 def may_share(one: fx.Node, other: fx.Node) -> bool:

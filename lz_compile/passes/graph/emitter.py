@@ -11,7 +11,19 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from lz_compile.passes.graph.modes import Ambient, faking
-from lz_compile.passes.graph.view import origin_of, value_of
+from lz_compile.passes.graph.view import EMITTED, value_of
+
+_ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
+
+
+def origin_of(node: fx.Node) -> dict[str, Any]:
+    """The metadata that says where in the source a node comes from, and what the source has annotated it with."""
+    return {key: node.meta[key] for key in _ORIGIN if key in node.meta}
+
+
+def provenance(template: fx.Node) -> dict[str, Any]:
+    """The metadata that says where a node comes from, and that it is ours, for what replaces ``template``."""
+    return {**origin_of(template), EMITTED: True}
 
 
 class Emitter:

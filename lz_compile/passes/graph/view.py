@@ -32,7 +32,7 @@ _PARAMETERS: Mapping[str, str] = {
     "input other": (
         "mul and or xor logical_xor bitwise_xor eq ne floordiv floor_divide mod fmod remainder rshift "
         "bitwise_right_shift lshift bitwise_left_shift maximum minimum gt ge lt le reshape_as matmul bmm mm "
-        "expand_as view_as type_as"
+        "expand_as view_as type_as outer"
     ),
     "input other rounding_mode": "div",
     "input exponent": "pow",
@@ -41,18 +41,24 @@ _PARAMETERS: Mapping[str, str] = {
     "input min max": "clamp",
     "input min": "clamp_min",
     "input max": "clamp_max",
-    "input dim keepdim": "min logsumexp amax max",
+    "input dim keepdim": "min logsumexp amax max argmax",
     "input min_val max_val": "hardtanh",
     "input approximate": "gelu",
     "input beta threshold": "softplus",
     "input negative_slope inplace": "leaky_relu",
     "input alpha": "elu",
     "input threshold value": "threshold",
-    "input dim": "glu unsqueeze squeeze",
+    "input dim": "glu unsqueeze squeeze unbind",
+    "input #1 dim": "chunk split tensor_split split_with_sizes",
+    "input k dim": "topk kthvalue",
+    "input dim descending": "sort argsort",
     "input nan posinf neginf": "nan_to_num",
     "input tensor1 tensor2 value": "addcmul",
     "input end weight": "lerp",
-    "input dim dtype": "softmax log_softmax",
+    "input dim dtype": "softmax log_softmax cumsum cumprod logcumsumexp",
+    "input n dim prepend append": "diff",
+    "input diagonal": "tril triu",
+    "input offset dim1 dim2": "diagonal",
     "input dim keepdim dtype": "sum mean",
     "input dim unbiased keepdim": "var std var_mean std_mean",
     "input p dim keepdim": "norm",
@@ -69,9 +75,18 @@ _PARAMETERS: Mapping[str, str] = {
     "input start_dim end_dim": "flatten",
     "input dim sizes": "unflatten",
     "input repeats dim": "repeat_interleave",
-    "tensors dim": "cat",
+    "tensors dim": "cat stack",
     "input dim start length": "narrow",
-    "input dim index": "select",
+    "input dim index": "select gather index_select",
+    "input index": "take",
+    "input weight": "embedding conv1d conv2d conv3d",
+    "input shifts dims": "roll",
+    "input dimension size step": "unfold",
+    "input size stride storage_offset": "as_strided",
+    "input pad mode value": "pad",
+    "input value": "fill",
+    "input other p": "cdist",
+    "input other dim eps": "cosine_similarity",
     "query key value attn_mask dropout_p is_causal scale enable_gqa": "scaled_dot_product_attention",
 }
 _SIGNATURES: Mapping[str, tuple[str, ...]] = {
@@ -82,6 +97,7 @@ _SIGNATURES: Mapping[str, tuple[str, ...]] = {
 _FUNCTION_SIGNATURES: Mapping[Any, tuple[str, ...]] = {
     F.softmax: ("input", "dim", "_stacklevel", "dtype"),
     F.log_softmax: ("input", "dim", "_stacklevel", "dtype"),
+    F.embedding: ("input", "weight", "padding_idx", "max_norm"),
 }
 
 _SPELLINGS: Mapping[str, str] = {
@@ -119,12 +135,13 @@ _SPELLINGS: Mapping[str, str] = {
 _SYNONYMS: Mapping[str, str] = {other: name for name, others in _SPELLINGS.items() for other in others.split()}
 
 # Keyword spellings of the same parameter.
-_PARAMETER_SYNONYMS: Mapping[str, str] = {"self": "input", "axis": "dim", "mat2": "other", "keepdims": "keepdim"} | {
-    "train": "training",
-    "axis0": "dim0",
-    "axis1": "dim1",
-    "mat1": "batch1",
-}
+_PARAMETER_SYNONYMS: Mapping[str, str] = dict(
+    zip(
+        "self x1 axis mat2 x2 vec2 keepdims train axis0 axis1 mat1".split(),
+        "input input dim other other other keepdim training dim0 dim1 batch1".split(),
+        strict=True,
+    )
+)
 
 _INPLACE_OPERATORS: Mapping[Any, str] = {
     getattr(operator, f"i{name}"): name
@@ -279,14 +296,6 @@ def tensor_operands(node: fx.Node) -> list[fx.Node]:
     return [each for each in node.all_input_nodes if tensor_of(each) is not None]
 
 
-_ORIGIN = ("stack_trace", "nn_module_stack", "source_fn_stack", "custom")
-
-
-def origin_of(node: fx.Node) -> dict[str, Any]:
-    """The metadata that says where in the source a node comes from, and what the source has annotated it with."""
-    return {key: node.meta[key] for key in _ORIGIN if key in node.meta}
-
-
 def known_tensor(node: Any) -> torch.Tensor:
     """The fake tensor of a node that is known to hold one."""
     tensor = tensor_of(node)
@@ -362,11 +371,6 @@ def called(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any
 
 #: In the metadata of every node that is ours: what a kernel emitted is not recognised again.
 EMITTED = "layerzero_emitted"
-
-
-def provenance(template: fx.Node) -> dict[str, Any]:
-    """The metadata that says where a node comes from, and that it is ours, for what replaces ``template``."""
-    return {**origin_of(template), EMITTED: True}
 
 
 def reached(

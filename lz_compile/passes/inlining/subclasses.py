@@ -23,7 +23,8 @@ from lz_compile.passes.rewriting.core import wants_grad
 
 def spell_out_subclasses(graph: fx.Graph, may_edit: MayEdit) -> int:
     """Spell out every such call that nothing is differentiated or cast around; how many there were."""
-    calls = [node for node in graph.nodes if node.op == "call_function" and _has_subclass(node)]
+    functions = (node for node in graph.nodes if node.op == "call_function")
+    calls = [node for node in functions if any(is_subclass(tensor_of(each)) for each in node.all_input_nodes)]
     if not calls:
         return 0
     effects, count = Effects(graph), 0
@@ -37,10 +38,6 @@ def spell_out_subclasses(graph: fx.Graph, may_edit: MayEdit) -> int:
         if is_plain and is_kept and may_edit(node):
             count += _replace(graph, node)
     return count
-
-
-def _has_subclass(node: fx.Node) -> bool:
-    return any(is_subclass(tensor_of(each)) for each in node.all_input_nodes)
 
 
 def _replace(graph: fx.Graph, node: fx.Node) -> int:

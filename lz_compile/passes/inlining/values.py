@@ -31,7 +31,7 @@ from lz_compile.passes.inlining.out_of_place import ACTIVATIONS, forgets, forms
 from lz_compile.passes.loops.roll.piece_values import piece_value
 from lz_compile.passes.loops.roll.piece_writes import is_overwritten, store_pieces
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
-from lz_compile.passes.loops.roll.slices import elements_of
+from lz_compile.passes.loops.roll.slices import elements_of, places_of
 from lz_compile.passes.loops.roll.steps import kind_of
 from lz_compile.passes.sampling.ordering import ORDERING
 
@@ -235,14 +235,11 @@ class _Stage:
         if elements is None or None in elements or len(cuts) != 1:
             return None
         (dim, cut), size = cuts[0], shape_of(old)[cuts[0][0]]
-        if isinstance(cut, int) and isinstance(size, int) and not isinstance(cut, bool):
-            return self._put(
-                node, view, dim, slice(cut % size, cut % size + 1, 1), True, node.args[2], is_piece=is_piece
-            )
-        ends = (cut.start, cut.stop, cut.step) if isinstance(cut, slice) else (size,)
-        if not isinstance(size, int) or not all(each is None or isinstance(each, int) for each in ends):
+        places, drops = (places_of(cut, size) if isinstance(size, int) else None) or (None, False)
+        if places is None:
             return None
-        return self._put(node, view, dim, slice(*cut.indices(size)), False, node.args[2], is_piece=is_piece)
+        piece = slice(places.start, places.stop, places.step)
+        return self._put(node, view, dim, piece, drops, node.args[2], is_piece=is_piece)
 
     def _joined(self, node: fx.Node, view: View, whole: View, value: fx.Node) -> fx.Node | None:
         """What ``whole`` is with a value in the place of a view of it, which may be a piece of a piece."""

@@ -201,11 +201,11 @@ class Indexed(Region):
 INTEGER_CASTS = frozenset({*CASTS, "int", "long", "short"})
 _PLACES = (torch.int32, torch.int64)
 #: Where operations have their table, and what chooses from it.
-_TABLES: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "getitem": (("input",), ("#1",)),
-    "index_select": (("input",), ("index", "#2")),
-    "take": (("input",), ("index", "#1")),
-    "embedding": (("weight", "#1"), ("input",)),
+_TABLES: Mapping[str, tuple[str, str]] = {
+    "getitem": ("input", "#1"),
+    "index_select": ("input", "index"),
+    "take": ("input", "index"),
+    "embedding": ("weight", "input"),
 }
 #: What gives the same elements another shape.
 _SAME = frozenset({"unsqueeze", "squeeze", "view", "reshape", "flatten", "getitem"})
@@ -226,12 +226,9 @@ def _source(region: Region, node: fx.Node) -> fx.Node:
 
 def _looked_up(name: str) -> Rule:
     """Four bits that choose from a table of sixteen; what reads a tensor otherwise is read as elsewhere."""
-    table, index = _TABLES[name]
 
     def rule(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
-        book, chosen = (
-            next((call.get(each) for each in names if each in call.arguments), None) for names in (table, index)
-        )
+        book, chosen = map(call.get, _TABLES[name])
         (chosen,) = chosen if isinstance(chosen, tuple) and len(chosen) == 1 else (chosen,)
         held, numbers = tensor_of(book), tensor_of(chosen)
         shape = () if held is None or not held.is_floating_point() else shape_of(held)

@@ -26,7 +26,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_
 from lz_compile.passes.formula.contraction import PRODUCTS, Contraction, Factor
 from lz_compile.passes.formula.expressions import CASTS, Values
 from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
-from lz_compile.passes.formula.places import Fixed, has_fixed_index, paired
+from lz_compile.passes.formula.places import Fixed, has_fixed_index
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.subclasses import is_subclass
@@ -244,15 +244,9 @@ def _read_packed(
 _HIGH_PACKING: Mapping[bool, Packing] = {True: "high_first", False: "high_half"}
 
 
-def _join(region: Region, first: sympy.Expr, second: sympy.Expr, pair: Axis) -> bool:
+def _join(region: Parts, first: sympy.Expr, second: sympy.Expr, pair: Axis) -> bool:
     """Whether two expressions are one, of leaves that get an axis of pairs where they are read at two places."""
-    leaves, joined = region.leaves, {}
-    for a in region.leaves_in(first):
-        for b in region.leaves_in(second):
-            dims = None if leaves[a].node is not leaves[b].node else paired(leaves[a].dims, leaves[b].dims, pair)
-            if dims is not None:
-                joined[a] = b, Leaf(leaves[a].node, dims)
-                break
+    leaves, joined = region.leaves, region.joined(first, second, pair)
     if sympy.expand(first.xreplace({a: b for a, (b, _) in joined.items()}) - second) != 0:
         return False
     leaves.update({a: leaf for a, (_, leaf) in joined.items()})

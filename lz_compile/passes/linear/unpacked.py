@@ -26,6 +26,7 @@ Bounds: TypeAlias = "tuple[int, int]"
 Rule: TypeAlias = "Callable[[Effects, Call], Bounds | None]"
 
 _EIGHT_BITS = (torch.uint8, torch.int8)
+_MOVES = CASTS | SPLITS | {"int", "long", "short"}
 #: So many calls are followed up from a weight, or from its numbers, which no unpacking has.
 _MOST_CALLS = 256
 
@@ -116,7 +117,7 @@ def bounds_of(effects: Effects, node: Any, reader: fx.Node | None = None) -> Bou
     call, found = effects.calls[node], None
     if call is not None and not is_other:
         filled = constant_value(call)
-        rule = _RULES.get(call.name, _same if _is_moved(call) else None)
+        rule = _RULES.get(call.name, _same if layout.rearranges(call) or call.name in _MOVES else None)
         if rule is not None:
             found = rule(effects, call)
         elif filled is not None:
@@ -125,10 +126,6 @@ def bounds_of(effects: Effects, node: Any, reader: fx.Node | None = None) -> Bou
         return found
     limits = torch.iinfo(tensor.dtype)  # whatever it is computed from, and however it wraps around
     return (limits.min, limits.max) if tensor.dtype in _EIGHT_BITS else None
-
-
-def _is_moved(call: Call) -> bool:
-    return layout.rearranges(call) or call.name in CASTS or call.name in ("int", "long", "short", *SPLITS)
 
 
 def _same(effects: Effects, call: Call) -> Bounds | None:

@@ -20,6 +20,7 @@ from lz_compile.passes.formula.expressions import Known
 from lz_compile.passes.graph.effects import Effects, Look
 from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import Call, memories_of, read, tensor_of, value_of
+from lz_compile.passes.proof.agreement import is_same
 from lz_compile.passes.proof.running import NotRunnableError, run
 
 #: Larger tensors are not computed while compiling.
@@ -82,7 +83,7 @@ def evaluate(
         other = _as_eager(effects, node, order, effects.position[node] + 1 if stop is None else stop)
         if isinstance(other, Reason):
             return other
-        if not _are_equal(value, other):
+        if not is_same(value, other):
             return _refusal(f"{told(node)} is another one if all that is constant before it is computed")
     if not isinstance(value, torch.Tensor) or (tuple(value.shape), value.dtype) != (tuple(wanted.shape), wanted.dtype):
         return _refusal(f"{told(node)} came out in another shape or dtype than it was traced with")
@@ -96,13 +97,6 @@ def _run(effects: Effects, node: fx.Node, order: list[fx.Node]) -> Any:
             return run(order, _buffers(effects, order), adapt=_on_cpu)[node]
     except (NotRunnableError, RuntimeError, TypeError, ValueError, IndexError, AttributeError) as error:
         return _refusal(f"{told(node)} could not be computed while compiling: {error}")
-
-
-def _are_equal(value: Any, other: Any) -> bool:
-    """Whether two tensors hold the same, NaN included."""
-    if not isinstance(value, torch.Tensor) or not isinstance(other, torch.Tensor) or value.shape != other.shape:
-        return False
-    return bool(((value == other) | ((value != value) & (other != other))).all())  # noqa: PLR0124  NaN differs from itself
 
 
 def _as_eager(effects: Effects, node: fx.Node, order: list[fx.Node], stop: int) -> Any:

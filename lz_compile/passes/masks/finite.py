@@ -129,7 +129,7 @@ def _largest(dtype: torch.dtype) -> float:
 
 def _is_decay(region: Region, call: Call) -> bool:
     """Powers of a constant between 0 and 1 to whole numbers, as the slopes of ALiBi are."""
-    base = region.effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
+    base = region.effects.calls.get(call.input)
     value = call.input if base is None else constant_value(base)
     exponent = tensor_of(call.get("exponent"))
     is_whole = exponent is not None and not exponent.is_floating_point()

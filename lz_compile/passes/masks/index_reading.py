@@ -21,7 +21,7 @@ from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.formula import layout, moves
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError
 from lz_compile.passes.formula.piecewise import Piecewise, Value
-from lz_compile.passes.formula.polynomial import ONE, ZERO, Polynomial, Variable, lower, number, quotient
+from lz_compile.passes.formula.polynomial import ONE, ZERO, Polynomial, Variable, number, quotient
 from lz_compile.passes.formula.predicates import AtLeast, Given, Predicate, conjuncts, negation
 from lz_compile.passes.formula.reader import Reader as FormulaReader
 from lz_compile.passes.formula.reader import Source
@@ -115,7 +115,7 @@ SELECTING = frozenset(moves.RULES) - {"pad"}
 def read_window(
     effects: Effects, constants: Constants, node: fx.Node, dims: Dims, query: Axis, key: Axis
 ) -> Window | None:
-    """The window that ``node`` is along two of its axes, None where it is none."""
+    """The window that ``node``, keys or values, is along the axes of queries and of places; None where it is none."""
     call = effects.calls.get(node)
     if call is None or call.name not in SELECTING:
         return None
@@ -178,33 +178,9 @@ class _Elements(Reader):
         return self.read(node, tuple(map(self.dim_at, places, shape)), reader)
 
 
-def _as_strided(reader: _Elements, call: Call, dims: Dims) -> Value | None:
-    """The place in memory, as places in the dimensions of the input."""
-    source = known_tensor(call.input)
-    strides = call.get("stride", call.arguments.get("#2"))
-    begin, offset = source.storage_offset(), call.get("storage_offset", call.arguments.get("#3"))
-    own = [stride for stride in map(as_size, source.stride()) if isinstance(stride, int)]
-    if len(own) < source.dim() or not all(isinstance(each, int) for each in (*strides, begin)):
-        return None
-    place = number(0 if offset is None else offset - begin)
-    for axes, stride in zip(dims, strides, strict=True):
-        place = place + reader.place(axes).scaled(stride)
-    places = [ZERO] * len(own)
-    several = [dim for dim in range(len(own)) if as_size(source.shape[dim]) != 1 and own[dim] > 0]
-    for dim in sorted(several, key=lambda dim: -own[dim]):
-        places[dim] = quotient(place, own[dim], reader.quotients)
-        place = place - places[dim].scaled(own[dim])
-        least, room = lower(places[dim]), lower(reader.size(as_size(source.shape[dim])) - ONE - places[dim])
-        if least is None or room is None or least < 0 or room < 0:
-            return None
-    is_exact = place == ZERO and all(each.variables.isdisjoint(reader.quotients.values()) for each in places)
-    return reader.at_places(call.input, places, call.node) if is_exact else None
-
-
 def _joined(reader: _Elements, call: Call, dims: Dims) -> Value | None:
     """Pieces of one tensor that are evenly spaced, side by side: the piece by its number."""
-    tensors = call.get("tensors", call.input)
-    dim = call.get("dim", call.arguments.get("#1", 0))
+    tensors, dim = call.get("tensors"), call.get("dim", 0)
     if not isinstance(tensors, (tuple, list)) or len(tensors) < 2 or not isinstance(dim, int):
         return None
     dim %= len(dims)
@@ -227,7 +203,7 @@ def _joined(reader: _Elements, call: Call, dims: Dims) -> Value | None:
     return reader.at_places(sources[0].node, spread, call.node)
 
 
-_RULES = {"as_strided": _as_strided, "cat": _joined, "stack": _joined}
+_RULES = {"cat": _joined, "stack": _joined}
 
 
 def seen_in_window(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import fx
@@ -19,9 +19,6 @@ from lz_compile.lowering.ops.attention import distances
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.rewriting.builder import Builder
-
-if TYPE_CHECKING:
-    from lz_compile.passes.masks.reading import Masks
 
 
 @dataclass(frozen=True)
@@ -127,8 +124,6 @@ class Window:
     buffers: tuple[fx.Node, ...] = ()
 
 
-#: What the masks of one graph mean.
-Meanings: TypeAlias = "Masks"
 #: Bounds of bands in proofs, where there are few tokens, and the tiles of what masks reach there.
 _NEAR = 3
 _TILE = 4

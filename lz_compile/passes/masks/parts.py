@@ -34,7 +34,7 @@ from lz_compile.passes.formula.predicates import (
     zero,
 )
 from lz_compile.passes.formula.reader import Source
-from lz_compile.passes.graph.view import Call, tensor_of
+from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.masks import bands as mask_bands
 from lz_compile.passes.masks.bands import Bound, Positions
 from lz_compile.passes.masks.index_reading import Reader
@@ -293,10 +293,9 @@ def _positions(reader: Reader, source: Leaf) -> tuple[Polynomial, Polynomial, in
     if jumps is None or steps is None or steps.name != "diff":
         return None
     positions, rank = tensor_of(steps.input), len(source.dims)
-    dims = [_dim(counted, "#1", None, rank), _dim(steps, "#2", -1, rank)]
-    before = tensor_of(steps.get("prepend", steps.arguments.get("#3")))
-    is_one = jumps.get("other", jumps.arguments.get("#1")) == 1 and steps.get("n", steps.arguments.get("#1", 1)) == 1
-    is_whole = steps.get("append", steps.arguments.get("#4")) is None
+    dims = [each % rank if isinstance(each, int) else None for each in (counted.get("dim"), steps.get("dim", -1))]
+    before, is_whole = tensor_of(steps.get("prepend")), steps.get("append") is None
+    is_one = jumps.get("other") == 1 and steps.get("n", 1) == 1
     if positions is None or before is None or not (is_one and is_whole) or dims[0] is None or dims[0] != dims[1]:
         return None
     nodes = (jumps.node, steps.node, steps.input)
@@ -308,11 +307,6 @@ def _positions(reader: Reader, source: Leaf) -> tuple[Polynomial, Polynomial, in
     value = reader.read(steps.input, source.dims, steps.node)
     single = value.single if isinstance(value, Piecewise) else None
     return None if single is None else (single, reader.place(source.dims[dims[0]]), dims[0])
-
-
-def _dim(call: Call, position: str, default: int | None, rank: int) -> int | None:
-    dim = call.get("dim", call.arguments.get(position, default))
-    return dim % rank if isinstance(dim, int) else None
 
 
 def _replaced(predicate: Predicate, variable: Variable, value: Polynomial) -> Predicate:

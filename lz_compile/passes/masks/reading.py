@@ -19,7 +19,7 @@ from torch import fx
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.bands import Reach
-from lz_compile.passes.formula.axes import Axis, Dims, axes_of, resolve
+from lz_compile.passes.formula.axes import Axis, Dims, axes_of, renamed, resolve
 from lz_compile.passes.formula.expressions import Known
 from lz_compile.passes.formula.piecewise import Number, Piecewise, Value
 from lz_compile.passes.formula.polynomial import ZERO, Polynomial
@@ -31,9 +31,9 @@ from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.masks import bands as mask_bands
 from lz_compile.passes.masks import constant_patterns
 from lz_compile.passes.masks.bands import Positions
-from lz_compile.passes.masks.constants import Constants, hold_the_same
-from lz_compile.passes.masks.index_reading import Reader, read_window, seen_in_window
-from lz_compile.passes.masks.meaning import Axes, Documents, Ends, Meaning, Slopes, Terms, Window
+from lz_compile.passes.masks.constants import Constants
+from lz_compile.passes.masks.index_reading import Reader
+from lz_compile.passes.masks.meaning import Axes, Documents, Ends, Meaning, Slopes, Terms
 from lz_compile.passes.masks.parts import Parts, is_stable, of_conditions
 
 #: Of what is understood in part, the values of larger masks are not looked at.
@@ -44,8 +44,8 @@ class Masks:
     """The meanings of one graph's masks, each read once."""
 
     def __init__(self, effects: Effects) -> None:
-        self._effects = effects
-        self._constants = Constants(effects)
+        self.effects = effects
+        self.constants = Constants(effects)
         self._known: dict[tuple[object, ...], tuple[Meaning | Reason, Look, tuple[Axis, ...]]] = {}
 
     def read(self, node: fx.Node, dims: Dims, axes: Axes, *, keeps: bool = True) -> Meaning | Reason:
@@ -66,12 +66,12 @@ class Masks:
         shape = tuple(tuple(axis.size for axis in group) for group in axes.groups)
         key = (node, pattern, shape, keeps)
         if key not in self._known:
-            with self._effects.watched() as look:
+            with self.effects.watched() as look:
                 reading, own = self._unshared(axes)
-                found = reading.meaning(node, tuple(_with(own, dim) for dim in dims), keeps=keeps)
+                found = reading.meaning(node, renamed(dims, own), keeps=keeps)
             self._known[key] = (found, look, tuple(own.values()))
         found, look, own_order = self._known[key]
-        self._effects.note(look)
+        self.effects.note(look)
         return found if isinstance(found, Reason) else _renamed(found, dict(zip(own_order, order, strict=True)))
 
     def ends(self, masks: Sequence[tuple[fx.Node, Dims, bool]], axes: Axes) -> Ends | None:
@@ -83,13 +83,13 @@ class Masks:
             axes: those of the scores.
         """
         reading, names = self._unshared(axes)
-        if self._effects.reshapes or any(self._effects.is_overwritten(node) for node, _, _ in masks):
+        if self.effects.reshapes or any(self.effects.is_overwritten(node) for node, _, _ in masks):
             return None
         if any(axis not in names for _, dims, _ in masks for axis in axes_of(dims)):
             return None
         parts: set[Predicate] = set()
         for node, dims, keeps in masks:
-            value = reading.reader.read(node, tuple(_with(names, dim) for dim in resolve(dims)))
+            value = reading.reader.read(node, renamed(dims, names))
             where = _added(value) if isinstance(value, Piecewise) else value if keeps else negation(value)
             if where is None:
                 return None
@@ -101,52 +101,26 @@ class Masks:
         firsts = tuple((_over(given, terms), shift) for terms, shift in found.firsts)
         return replace(found, terms=_over(given, found.terms), firsts=firsts)
 
-    def window(self, node: fx.Node, dims: Dims, query: Axis, key: Axis) -> Window | None:
-        """The window that a tensor is along two of its axes, None where it is none.
-
-        Args:
-            node: keys or values that are gathered for each query.
-            dims: the axes of its dimensions.
-            query: the axis of queries.
-            key: the axis of places in the window.
-        """
-        return read_window(self._effects, self._constants, node, dims, query, key)
-
-    def seen(
-        self, masks: Sequence[tuple[fx.Node, Dims, bool]], query: Axis, key: Axis, window: Window
-    ) -> tuple[int, int] | None:
-        """How many elements of what a window shows masks drop for all queries, the first and the last ones.
-
-        None where they say more than that. Each mask is given with its axes, and whether True keeps.
-        """
-        return seen_in_window(self._effects, self._constants, masks, query, key, window)
-
     def equal(self, nodes: Sequence[fx.Node], dims: Dims, axes: Axes) -> tuple[fx.Node, ...] | None:
         """On which buffers' values it rests that tensors of integers hold the same numbers, all with these axes.
 
         None where the way that they are computed does not tell.
         """
         reading, names = self._unshared(axes)
-        if self._effects.reshapes or any(map(self._effects.is_overwritten, nodes)):
+        if self.effects.reshapes or any(map(self.effects.is_overwritten, nodes)):
             return None
-        first, *others = (
-            reading.reader.read(node, tuple(_with(names, dim) for dim in resolve(dims))) for node in nodes
-        )
+        first, *others = (reading.reader.read(node, renamed(dims, names)) for node in nodes)
         return tuple(reading.reader.buffers) if all(each == first for each in others) else None
 
     def _unshared(self, axes: Axes) -> tuple[_Reading, dict[Axis, Axis]]:
         """A reading in axes of its own, which nobody else cuts, and these by the given ones."""
         axes = axes.resolved()
         own = {axis: Axis(axis.size) for group in axes.groups for axis in group}
-        return _Reading(self._effects, self._constants, Axes(*(_with(own, group) for group in axes.groups))), own
-
-    def hold_the_same(self, buffer: fx.Node, other: fx.Node) -> bool:
-        """Whether two buffers have equal values."""
-        return hold_the_same(buffer, other)
+        return _Reading(self.effects, self.constants, Axes(*renamed(axes.groups, own))), own
 
     def values(self, node: fx.Node) -> torch.Tensor | None:
         """What a mask holds where that depends on constants only."""
-        found = self._constants.value(node)
+        found = self.constants.value(node)
         return None if isinstance(found, Reason) or found.buffers else found.value
 
 
@@ -158,25 +132,19 @@ def _added(value: Piecewise) -> Predicate | None:
 
 
 def _over(names: Mapping[Axis, Axis], terms: Terms) -> Terms:
-    return tuple((node, tuple(_with(names, dim) for dim in dims), factor) for node, dims, factor in terms)
-
-
-def _with(names: Mapping[Axis, Axis], dim: tuple[Axis, ...]) -> tuple[Axis, ...]:
-    return tuple(names[axis] for axis in dim)
+    return tuple((node, renamed(dims, names), factor) for node, dims, factor in terms)
 
 
 def _renamed(meaning: Meaning, axes: Mapping[Axis, Axis]) -> Meaning:
     """The same of another mask that reads the same tensor alike."""
-
-    def dims_of(dims: Dims) -> Dims:
-        return tuple(_with(axes, dim) for dim in dims)
-
     documents, slopes = meaning.documents, meaning.slopes
     if documents is not None:
-        documents = Documents(*(replace(each, dims=dims_of(each.dims)) for each in (documents.query, documents.key)))
+        documents = Documents(
+            *(replace(each, dims=renamed(each.dims, axes)) for each in (documents.query, documents.key))
+        )
     if slopes is not None:
-        slopes = replace(slopes, dims=dims_of(slopes.dims))
-    flags = tuple(replace(flag, dims=dims_of(flag.dims)) for flag in meaning.flags)
+        slopes = replace(slopes, dims=renamed(slopes.dims, axes))
+    flags = tuple(replace(flag, dims=renamed(flag.dims, axes)) for flag in meaning.flags)
     return replace(meaning, flags=flags, documents=documents, slopes=slopes)
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -27,9 +27,8 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.lowering.ops.mlp import ACTIVATIONS, MlpAttrs, Operands, compute
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Dims, axes_of, fresh
-from lz_compile.passes.formula.bends import AT_LEAST, AT_MOST, BENDS, evaluate, tensor
-from lz_compile.passes.formula.expressions import is_cast
-from lz_compile.passes.formula.projections import Supports, rearranges
+from lz_compile.passes.formula.pointwise import AT_LEAST, AT_MOST, BENDS, evaluate, tensor
+from lz_compile.passes.formula.projections import Supports, is_moved
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor
@@ -131,19 +130,13 @@ def _only_user(node: fx.Node, region: Region, supports: Supports) -> fx.Node | N
     """The one operation that uses a value, if that is no more than a function of one row that does not bend."""
     users = [user for user in node.users if user in region.interior]
     for user in users:
-        if _is_transparent(region, user):
+        if is_moved(region.effects.calls[user]):
             users += [each for each in user.users if each in region.interior]
-    users = [user for user in users if not _is_transparent(region, user)]
+    users = [user for user in users if not is_moved(region.effects.calls[user])]
     if len(users) != 1:
         return None
     support = supports.of(users[0])
     return users[0] if len(support.rows) == 1 and not support.is_bent else None
-
-
-def _is_transparent(region: Region, node: fx.Node) -> bool:
-    """Whether a call only casts or rearranges."""
-    call = region.effects.calls[node]
-    return call is not None and (is_cast(call) or rearranges(call))
 
 
 # ---- which function ---------------------------------------------------------------------------------------------------
@@ -201,9 +194,7 @@ def _with_biases(form: Form, weights: Sequence[sympy.Symbol]) -> list[Form]:
     found = []
     for place in places:
         own = dict(zip(place, weights, strict=True))
-        found.append(
-            Form(form.activation, form.gate, form.up, own.get(True), own.get(False), form.limit, form.up_offset)
-        )
+        found.append(replace(form, gate_bias=own.get(True), up_bias=own.get(False)))
     return found
 
 

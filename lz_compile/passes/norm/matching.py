@@ -64,15 +64,15 @@ class _Stack:
             return None
 
         def is_alike(twin: Match) -> bool:  # followed alike, too: it does not end later than its prototype
-            followers = _followers(self.effects, twin.output)
-            return anchor in twin.core and followers == self.followed.get(twin.kind.output)
+            followers = _followers(self.effects, twin.site.output)
+            return anchor in twin.core and followers == self.followed.get(twin.kind.site.output)
 
         def once() -> Match | NearMiss | None:
             return recogniser.recognise(self.effects, anchor, results, _matched)
 
         found = self.twins.read(results[::-1], once, is_alike)
         if isinstance(found, Match):
-            self.followed[found.output] = _followers(self.effects, found.output)
+            self.followed[found.site.output] = _followers(self.effects, found.site.output)
         return found
 
 

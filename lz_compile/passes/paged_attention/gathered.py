@@ -27,7 +27,8 @@ from lz_compile.passes.formula.contraction import Factor
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
-from lz_compile.passes.masks.meaning import Axes, Ends, Meanings
+from lz_compile.passes.masks.meaning import Axes, Ends
+from lz_compile.passes.masks.reading import Masks
 from lz_compile.passes.paged_attention.gathered_emitter import GatheredEmitter, Stored
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
@@ -46,7 +47,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CASTS = frozenset({"to", "long", "int", "type", "type_as", "contiguous", "clone"})
 
 
-def matched(masks: Meanings, emitter: AttentionEmitter, core: Core, source_kernel: str | None) -> Match:
+def matched(masks: Masks, emitter: AttentionEmitter, core: Core, source_kernel: str | None) -> Match:
     """An attention over blocks where its keys are rows of a cache; else as it is, with what kept gathered ones from that."""
     key, value = (_stored(emitter, operand, core) for operand in (emitter.key, emitter.value))
     try:
@@ -60,7 +61,7 @@ def matched(masks: Meanings, emitter: AttentionEmitter, core: Core, source_kerne
     return emitter.match("attention", core, source_kernel=source_kernel)
 
 
-def _as_paged(emitter: AttentionEmitter, core: Core, masks: Meanings, key: Stored, value: Stored) -> Match:
+def _as_paged(emitter: AttentionEmitter, core: Core, masks: Masks, key: Stored, value: Stored) -> Match:
     """The attention over blocks that an attention is.
 
     Raises:
@@ -206,13 +207,13 @@ def _indexed(call: Call) -> tuple[fx.Node, ...] | None:
         count = 2 if len(items) > 1 and isinstance(items[1], fx.Node) and _are_joined(call.input) else 1
         if all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in items[count:]):
             found = (call.input, *items[:count])
-    elif call.name == "index_select" and call.get("dim", call.arguments.get("#1")) in (
+    elif call.name == "index_select" and call.get("dim") in (
         0,
         -known_tensor(call.input).dim(),
     ):
-        found = (call.input, call.get("index", call.arguments.get("#2")))
-    elif call.name == "embedding" and call.get("max_norm", None) is None:  # PyTorch has it both ways round
-        both = (call.input, call.get("weight", call.arguments.get("#1")))
+        found = (call.input, call.get("index"))
+    elif call.name == "embedding" and call.get("max_norm") is None:  # PyTorch has it both ways round
+        both = (call.input, call.get("weight"))
         found = both if (first := tensor_of(both[0])) is not None and first.is_floating_point() else both[::-1]
     are_tensors = all(isinstance(each, fx.Node) and tensor_of(each) is not None for each in found)
     return found if are_tensors else None
@@ -248,7 +249,7 @@ def _origin(effects: Effects, node: fx.Node, dims: Dims, passed: dict[fx.Node, D
         node, dims = call.input, resolve(source)
 
 
-def _same_table(key: Stored, value: Stored, roles: Roles, masks: Meanings) -> list[fx.Node] | None:
+def _same_table(key: Stored, value: Stored, roles: Roles, masks: Masks) -> list[fx.Node] | None:
     """The buffers on whose values it rests that both were gathered by the same table; None where they were not."""
     if key.table is None or value.table is None:
         return [] if key.table is value.table else None

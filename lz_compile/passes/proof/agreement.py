@@ -63,3 +63,12 @@ def doubled(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return value
     return value.detach().double().requires_grad_(value.requires_grad)
+
+
+def is_same(before: Any, after: Any) -> bool:
+    """Whether two tensors hold the same, NaN included."""
+    if not isinstance(before, torch.Tensor) or not isinstance(after, torch.Tensor):
+        return False
+    if before.shape != after.shape or before.dtype != after.dtype:
+        return False
+    return bool(((before == after) | ((before != before) & (after != after))).all())  # noqa: PLR0124  NaN differs from itself

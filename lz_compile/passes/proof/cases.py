@@ -22,6 +22,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import ambient_context, grad_enabled
 from lz_compile.passes.graph.view import hint_of, is_boolean, tensor_of, value_of
+from lz_compile.passes.proof.agreement import is_same
 from lz_compile.passes.proof.resize import shape
 from lz_compile.passes.proof.running import Sizes
 from lz_compile.passes.rewriting.builder import Builder
@@ -55,17 +56,15 @@ class Case:
 
 def cases(match: Match) -> Iterator[Case]:
     """The input sets that a match is tried on."""
-    is_trained = any(has_gradient(node) for node in match.inputs) and grad_enabled(match.ambient)
-    known, trial = match.found.inputs, match.trial
+    is_trained = any(has_gradient(node) for node in match.inputs) and grad_enabled(match.site.ambient)
+    known, operands, trial = match.found.inputs, match.found.operands, match.trial
     has_mask = any(is_boolean(node) or each.fill is not None for node, each in known.items())
     yield Case("plain", gradients=is_trained)
     # In half precision larger scores are rounded by whole units, and which key wins a row is a matter of luck.
-    is_half = any(
-        tensor.dtype.itemsize == 2 for tensor in map(tensor_of, match.operands.values()) if tensor is not None
-    )
+    is_half = any(each.dtype.itemsize == 2 for each in map(tensor_of, operands.values()) if each is not None)
     is_poisoned = any(each.rows or each.dropped for each in known.values())
     yield Case("large", magnitude=4.0 if is_half else 12.0, is_strided=True, is_poisoned=is_poisoned)
-    is_apart = len(set(match.operands.values())) == len(match.operands) and "key_documents" not in match.operands
+    is_apart = len(set(operands.values())) == len(operands) and "key_documents" not in operands
     if is_apart:  # a tensor in two roles has each extent twice, and documents are those of the same tokens
         yield Case("ones", ones=True)
     if trial.points:
@@ -80,7 +79,7 @@ def cases(match: Match) -> Iterator[Case]:
 
 def some_axes(match: Match) -> frozenset[Axis]:
     """Half of the row axes of the output: the broadcasts that a size of one may turn on."""
-    axes = [axis for axis in axes_of(match.output_dims) if axis.size != 1 and axis not in match.trial.pinned]
+    axes = [axis for axis in axes_of(match.site.output_dims) if axis.size != 1 and axis not in match.trial.pinned]
     return frozenset(axes[::2])
 
 
@@ -93,7 +92,7 @@ def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
     example = value_of(node)
     if not isinstance(example, torch.Tensor):
         return hint_of(node)
-    known = match.found.inputs[node]
+    known, operands = match.found.inputs[node], match.found.operands
     extents = shape(known.dims, sizes)
     if example.dtype == torch.bool:
         keep = _mask(extents, example.device, case.masked_rows)
@@ -102,18 +101,18 @@ def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
                 if position.keys() & set(axes_of(known.dims)):
                     _at(keep, known.dims, position, sizes).fill_(False)
         return ~keep if known.keeps is False else keep
-    if node in (match.operands.get("query_documents"), match.operands.get("key_documents")):
+    if node in (operands.get("query_documents"), operands.get("key_documents")):
         return _documents(extents, example, is_random=case.masked_rows)
     if known.counts is not None or known.range is not None:
         found = _held(known, extents, sizes)
         found = found if example.dtype.is_floating_point else found.floor()
         return found.to(example.device, example.dtype)
-    magnitude = (case.magnitude if node in match.operands.values() else 1.0) * known.scale
+    magnitude = (case.magnitude if node in operands.values() else 1.0) * known.scale
     value = torch.randn(extents, dtype=torch.complex64 if example.is_complex() else torch.float32) * magnitude
     if known.fill is not None and case.masked_rows:
         fill = -math.inf if case.infinite and not known.fill else _finite_fill(match, node, example.dtype)
         value = torch.zeros(extents, dtype=torch.float64).masked_fill(~_mask(extents, value.device, True), fill)
-    if case.points and node in match.operands.values():
+    if case.points and node in operands.values():
         points = [point for point in case.points if abs(point) <= torch.finfo(example.dtype).max / 2]
         corners = value.view(-1)[::2]
         corners.copy_(torch.tensor(points)[torch.randint(len(points), corners.shape)])
@@ -220,7 +219,7 @@ def run(
     """Run a side under the match's own modes; in float64, which knows no autocast, without ``outside``."""
     with ExitStack() as stack:
         if outside is not None:
-            for manager in (outside.entered(), *ambient_context(match.ambient)):
+            for manager in (outside.entered(), *ambient_context(match.site.ambient)):
                 stack.enter_context(manager)
         stack.enter_context(torch.set_grad_enabled(gradients))
         values = _with_implied(match, inputs, sizes)
@@ -291,7 +290,7 @@ def _with_implied(match: Match, inputs: Sequence[Any], sizes: Sizes) -> list[Any
     values = dict(zip(match.inputs, inputs, strict=True))
     builder = Builder(values.__getitem__, sizes=sizes)
     return [
-        match.emitter.implied_value(node, builder, value, sizes)
+        match.found.emitter.implied_value(node, builder, value, sizes)
         if match.found.inputs[node].implied is not None
         else value
         for node, value in values.items()
@@ -309,13 +308,6 @@ def gradients_of(outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
 
 def _weights(output: torch.Tensor) -> torch.Tensor:
     return torch.linspace(-1.0, 1.0, output.numel(), device=output.device).reshape(output.shape).to(output.dtype)
-
-
-def is_same(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Whether two tensors hold the same, NaN included."""
-    if before.shape != after.shape or before.dtype != after.dtype:
-        return False
-    return bool(((before == after) | ((before != before) & (after != after))).all())  # noqa: PLR0124 NaN alone differs
 
 
 def lies_in(outputs: Iterable[torch.Tensor], given: Iterable[torch.Tensor]) -> bool:

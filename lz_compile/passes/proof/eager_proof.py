@@ -23,8 +23,8 @@ from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.reasons import Reason
 from lz_compile.ground.store import Store
 from lz_compile.lowering import ops
-from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise
-from lz_compile.passes.proof.cases import ProofRun, gradients_of, is_same, lies_in, run_kernel
+from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise, is_same
+from lz_compile.passes.proof.cases import ProofRun, gradients_of, lies_in, run_kernel
 from lz_compile.passes.proof.validate import Validation, recalled
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ made-up inputs must not do that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -48,28 +48,6 @@ def _of_dimension(input: torch.Tensor, dim: int, index: torch.Tensor, *_: Any) -
     yield index, 0, (input.shape[dim] if input.dim() else 1) - 1
 
 
-def _of_rows(weight: torch.Tensor, indices: torch.Tensor, *_: Any) -> Iterator[Bounds]:
-    yield indices, 0, weight.shape[0] - 1
-
-
-def _of_elements(input: torch.Tensor, index: torch.Tensor, *_: Any) -> Iterator[Bounds]:
-    yield index, -input.numel(), input.numel() - 1
-
-
-def _of_classes(
-    input: torch.Tensor, target: torch.Tensor, weight: Any, reduction: Any, ignored: int, *_: Any
-) -> Iterator[Bounds]:
-    yield target[target != ignored], 0, input.shape[min(1, input.dim() - 1)] - 1
-
-
-def _of_margins(input: torch.Tensor, target: torch.Tensor, *_: Any) -> Iterator[Bounds]:
-    yield target, 0, input.shape[-1] - 1
-
-
-def _of_windows(input: torch.Tensor, indices: torch.Tensor, size: Sequence[int], *_: Any) -> Iterator[Bounds]:
-    yield indices, 0, math.prod(size) - 1
-
-
 def _of_chances(input: torch.Tensor, *_: Any) -> Iterator[Bounds]:
     if input.is_floating_point():
         yield input, 0, 1
@@ -80,26 +58,25 @@ def _of_weights(input: torch.Tensor, *_: Any) -> Iterator[Bounds]:
     yield input.sum(-1), torch.finfo(input.dtype).tiny, torch.finfo(input.dtype).max
 
 
-def _of_rates(input: torch.Tensor, *_: Any) -> Iterator[Bounds]:
-    yield input, 0, math.inf
-
-
-def _of_what_holds(condition: torch.Tensor, *_: Any) -> Iterator[Bounds]:
-    yield condition != 0, 1, 1
-
-
 #: By the operators' names, without underscores around them.
-_BOUNDS: Mapping[str, Callable[..., Iterator[Bounds]]] = {
+_BOUNDS: Mapping[str, Callable[..., Iterable[Bounds]]] = {
     **dict.fromkeys(("index", "index_put", "index_put_impl", "unsafe_index", "unsafe_index_put"), _of_places),
     **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _of_dimension),
     **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill", "index_reduce"), _of_dimension),
-    **dict.fromkeys(("embedding", "embedding_bag", "embedding_bag_forward_only"), _of_rows),
-    **dict.fromkeys(("take", "put"), _of_elements),
-    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _of_classes),
-    **dict.fromkeys(("multi_margin_loss", "multilabel_margin_loss_forward"), _of_margins),
-    **dict.fromkeys(("max_unpool2d", "max_unpool3d"), _of_windows),
+    **dict.fromkeys(
+        ("embedding", "embedding_bag", "embedding_bag_forward_only"), lambda x, i, *_: [(i, 0, x.shape[0] - 1)]
+    ),
+    **dict.fromkeys(("take", "put"), lambda x, index, *_: [(index, -x.numel(), x.numel() - 1)]),
+    **dict.fromkeys(
+        ("nll_loss_forward", "nll_loss2d_forward"),
+        lambda x, y, _weight, _kind, ignored, *_: [(y[y != ignored], 0, x.shape[min(1, x.dim() - 1)] - 1)],
+    ),
+    **dict.fromkeys(
+        ("multi_margin_loss", "multilabel_margin_loss_forward"), lambda x, y, *_: [(y, 0, x.shape[-1] - 1)]
+    ),
+    **dict.fromkeys(("max_unpool2d", "max_unpool3d"), lambda _, index, size, *__: [(index, 0, math.prod(size) - 1)]),
     "bernoulli": _of_chances,
     "multinomial": _of_weights,
-    **dict.fromkeys(("poisson", "standard_gamma"), _of_rates),
-    **dict.fromkeys(("assert_async", "functional_assert_async"), _of_what_holds),
+    **dict.fromkeys(("poisson", "standard_gamma"), lambda x, *_: [(x, 0, math.inf)]),
+    **dict.fromkeys(("assert_async", "functional_assert_async"), lambda x, *_: [(x != 0, 1, 1)]),
 }

@@ -35,12 +35,13 @@ def representative_sizes(match: Match, *, ones: frozenset[Axis] = frozenset()) -
     """
     axes = all_axes(match)
     unchanged = match.trial.limited | match.trial.pinned
-    large = sorted({axis.size for axis in axes if not isinstance(axis.size, int) or axis.size > _SMALL}, key=_by_size)
+    large = {axis.size for axis in axes if not isinstance(axis.size, int) or axis.size > _SMALL}
     kept = {axis.size for axis in unchanged}
     resized_axes = [axis.size for axis in axes if axis not in unchanged and axis not in ones]
     for first, step in ((2 * _SMALL, _STEP), (_SMALL + 1, 1)):  # of many axes products grow to what no memory holds
         fresh = (size for size in count(first, step) if size not in kept)
-        assigned = dict(zip(large, fresh, strict=False))
+        ordered = sorted(large, key=lambda size: (size, "") if isinstance(size, int) else (0, str(size)))
+        assigned = dict(zip(ordered, fresh, strict=False))
         one = max(
             math.prod(assigned.get(axis.size, axis.size) for axis in axes_of(dims)) for dims in match.inputs.values()
         )
@@ -72,7 +73,7 @@ def real_sizes(match: Match) -> Sizes:
 
     small = representative_sizes(match)
     sizes = {axis: small[axis] if axis in match.trial.pinned else hint(axis.size) for axis in all_axes(match)}
-    for axis in (*axes_of(match.output_dims), None):
+    for axis in (*axes_of(match.site.output_dims), None):
         tied = {**sizes, **{axis: sizes[other] for axis, other in match.trial.ties.items()}}
         needed = sum(math.prod(shape(dims, tied)) for dims in {**match.inputs, **match.read}.values()) * 8 * 2
         if needed <= free / _SHARE:
@@ -80,7 +81,7 @@ def real_sizes(match: Match) -> Sizes:
         if axis is not None and axis not in match.trial.ties:
             sizes[axis] = min(sizes[axis], small[axis])
     text = f"cannot be tried at its real sizes, of {needed >> 20} MiB with {free >> 20} MiB free"
-    raise TrialError(f"a kernel for {match.op} at {match.where}", text, is_fatal=False)
+    raise TrialError(f"a kernel for {match.op} at {match.site.where}", text, is_fatal=False)
 
 
 def _hints(match: Match) -> Sizes:
@@ -94,13 +95,9 @@ def _hints(match: Match) -> Sizes:
     return found
 
 
-def _by_size(size: Size) -> tuple[int, str]:
-    return (size, "") if isinstance(size, int) else (0, str(size))
-
-
 def all_axes(match: Match) -> list[Axis]:
     """Those of all tensors that are read, and of the result."""
     found: dict[Axis, None] = {}
-    for dims in (*match.inputs.values(), *match.read.values(), match.output_dims):
+    for dims in (*match.inputs.values(), *match.read.values(), match.site.output_dims):
         found.update(dict.fromkeys(axes_of(dims)))
     return list(found)

@@ -60,11 +60,11 @@ class Surrounded(Subgraph):
             copies[node].meta = copy.copy(node.meta)
         if call is not None:
             kind = match.kind
-            own = {*kind.inputs, *kind.read, *kind.core, *kind.operands.values()}
+            own = {*kind.inputs, *kind.read, *kind.core, *kind.found.operands.values()}
             renamed = {node: copies[match.renamed.get(node, node)] for node in own}
             splice(module.graph, match.moved(copies, kind, renamed), call, Recipes(), original=match.outputs)
             module.recompile()
-        managers = self.match.ambient
+        managers = self.match.site.ambient
 
         def run(*inputs: Any) -> Any:
             with ExitStack() as stack:
@@ -81,7 +81,7 @@ class Surrounded(Subgraph):
         that kernels do not read, as they are implied, hold what implies them.
         """
         found = [_make_input(value_of(node), binding) for node in self.inputs]
-        documents = {self.match.operands.get(name) for name in ("query_documents", "key_documents")}
+        documents = {self.match.found.operands.get(name) for name in ("query_documents", "key_documents")}
         for node, value in zip(self.inputs, found, strict=True):
             if node in documents:
                 _name_documents(value)
@@ -93,7 +93,7 @@ class Surrounded(Subgraph):
         builder = Builder(values.__getitem__, sizes=sizes)
         for node in self.inputs:
             if node in _implied(self.match):
-                value = self.match.emitter.implied_value(node, builder, values[node], sizes)
+                value = self.match.found.emitter.implied_value(node, builder, values[node], sizes)
                 once = _once(values[node])
                 values[node].detach()[once] = value.detach().expand(values[node].shape)[once]
         return found
@@ -106,7 +106,7 @@ def surrounded(match: Match, effects: Effects) -> Surrounded:
     if not effects.has_mutations:
         _take_before(match, effects, held)
         _take_after(match, effects, held)
-    nodes = tuple(node for node in match.output.graph.nodes if node in held)
+    nodes = tuple(node for node in match.site.output.graph.nodes if node in held)
     inputs = dict.fromkeys(operand for node in nodes for operand in node.all_input_nodes if operand not in held)
     inputs |= dict.fromkeys(node for node in match.inputs if node not in held)  # also those that only a kernel reads
     outputs = tuple(node for node in nodes if any(user not in held for user in node.users)) or (nodes[-1],)
@@ -180,7 +180,7 @@ def _take_after(match: Match, effects: Effects, held: dict[fx.Node, None]) -> No
         if node in held or _is_split(node) or not _is_fusible(node, match, effects):
             continue
         strangers = [each for each in node.all_input_nodes if each not in held and tensor_of(each) is not None]
-        if any(effects.position[each] > effects.position[match.output] for each in strangers):
+        if any(effects.position[each] > effects.position[match.site.output] for each in strangers):
             continue
         held[node] = None
         taken += 1
@@ -193,7 +193,7 @@ def _implied(match: Match) -> set[fx.Node]:
 
 def _is_fusible(node: fx.Node, match: Match, effects: Effects) -> bool:
     call = read(node)
-    if call is None or call.is_inplace or effects.ambient(node) != match.ambient:
+    if call is None or call.is_inplace or effects.ambient(node) != match.site.ambient:
         return False
     if _is_split(node):
         return call.name in SPLITS

@@ -51,7 +51,8 @@ def verdict_key(match: Match, source: Subgraph, kernel_id: str, real: Sizes | No
     """
     sizes = representative_sizes(match)
     order: dict[fx.Node, str] = {}
-    lines = [f"{match.op} {kernel_id} {match.attributes!r} {match.ambient!r} {grad_enabled(match.ambient)}"]
+    ambient = match.site.ambient
+    lines = [f"{match.op} {kernel_id} {match.found.attributes!r} {ambient!r} {grad_enabled(ambient)}"]
     lines += [repr(Outside.now()), *sorted({machine.proven_on(device) for device in devices_of(match)})]
     for index, (node, known) in enumerate(match.found.inputs.items()):
         order[node] = f"i{index}"
@@ -233,7 +234,7 @@ def _replacement(match: Match, call: KernelCall, sizes: Sizes) -> Callable[..., 
 
     def run(*inputs: Any) -> Any:
         values = dict(zip(match.inputs, inputs, strict=True))
-        attributes = match.emitter.attributes_at(sizes).deterministic()
+        attributes = match.found.emitter.attributes_at(sizes).deterministic()
         return emit(Builder(values.__getitem__, sizes=sizes), match, call, attributes)
 
     return run

@@ -24,9 +24,10 @@ from lz_compile.ground.sizes import as_size, product
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
 from lz_compile.passes.formula.expressions import INFINITY
+from lz_compile.passes.graph.emitter import provenance
 from lz_compile.passes.graph.modes import Ambient, faking
 from lz_compile.passes.graph.refusal import hold
-from lz_compile.passes.graph.view import called, known_tensor, provenance, tensor_of
+from lz_compile.passes.graph.view import called, known_tensor, tensor_of
 
 Groups = Sequence[Sequence[Axis]]
 

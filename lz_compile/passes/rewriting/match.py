@@ -160,26 +160,6 @@ class Match:
         return {node: each.dims for node, each in self.found.inputs.items()}
 
     @property
-    def operands(self) -> Mapping[str, fx.Node]:
-        """The nodes that operands come from, by name."""
-        return self.found.operands
-
-    @property
-    def attributes(self) -> OpAttributes:
-        """Of the op."""
-        return self.found.attributes
-
-    @property
-    def facts(self) -> Any:
-        """Sizes and dtypes, for kernel selection."""
-        return self.found.facts
-
-    @property
-    def emitter(self) -> Emitter:
-        """Brings operands into the kernel's form, and its result back."""
-        return self.found.emitter
-
-    @property
     def core(self) -> tuple[fx.Node, ...]:
         """What a rewrite makes superfluous."""
         return self.site.core
@@ -195,29 +175,9 @@ class Match:
         return self.trial.literal_sizes
 
     @property
-    def output(self) -> fx.Node:
-        """The node whose value the kernel gives first."""
-        return self.site.output
-
-    @property
     def outputs(self) -> tuple[fx.Node, ...]:
         """Every node whose value the kernel gives, ``output`` first."""
         return (self.site.output, *self.site.extra_outputs)
-
-    @property
-    def output_dims(self) -> Dims:
-        """The axes of ``output``."""
-        return self.site.output_dims
-
-    @property
-    def ambient(self) -> Ambient:
-        """The modes that it runs under."""
-        return self.site.ambient
-
-    @property
-    def where(self) -> str:
-        """The source line."""
-        return self.site.where
 
     @property
     def kind(self) -> Match:
@@ -247,7 +207,8 @@ class Match:
     def assuming_finite(self) -> Match:
         """The same for inputs without NaN and infinities."""
         inputs = {node: replace(each, rows=(), dropped=(), selects=False) for node, each in self.found.inputs.items()}
-        return replace(self, found=replace(self.found, attributes=self.attributes.assuming_finite(), inputs=inputs))
+        attributes = self.found.attributes.assuming_finite()
+        return replace(self, found=replace(self.found, attributes=attributes, inputs=inputs))
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,9 @@ from lz_compile.ground.sizes import Size, as_size
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.moves import strides_matter
+from lz_compile.passes.graph.emitter import provenance
 from lz_compile.passes.graph.modes import faking
-from lz_compile.passes.graph.view import known_tensor, provenance, read, tensor_of
+from lz_compile.passes.graph.view import known_tensor, read, tensor_of
 from lz_compile.passes.rewriting.builder import Builder, GraphBuilder
 from lz_compile.passes.rewriting.match import Match
 
@@ -73,7 +74,7 @@ class Recipes:
             for node, *arguments in recipe.steps:
                 args, kwargs = fx.map_arg(arguments, local)
                 made[node] = graph.create_node(node.op, node.target, args, kwargs)
-                made[node].meta = {**node.meta, **provenance(match.output)}
+                made[node].meta = {**node.meta, **provenance(match.site.output)}
         except BaseException:
             _unmade(graph, list(made.values()))
             raise
@@ -118,7 +119,9 @@ def splice(
             place.prepend(node)
         late = [node for node in match.inputs if node > place]
         if late:
-            raise RewriteError(f"rewriting {match.op} at {match.where}: {late[0].name} is computed after {place.name}")
+            raise RewriteError(
+                f"rewriting {match.op} at {match.site.where}: {late[0].name} is computed after {place.name}"
+            )
         with graph.inserting_before(place):
             results = recipes.follow(graph, match, call, shows_strides)
             if results is None:
@@ -155,7 +158,7 @@ def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 def emit(builder: Builder, match: Match, call: KernelCall, attributes: OpAttributes) -> Any:
     """Operands, kernel and result, over the tensors or proxies of ``builder``."""
-    return match.emitter.result(builder, call(match.emitter.operands(builder), attributes))
+    return match.found.emitter.result(builder, call(match.found.emitter.operands(builder), attributes))
 
 
 def _emit(
@@ -166,7 +169,7 @@ def _emit(
     outside = {node: dims for node, dims in kind.read.items() if node not in kind.core}
     early = {node: dims for node, dims in outside.items() if match.renamed.get(node, node) < place}
     sources = {**kind.inputs, **early}
-    builder = GraphBuilder(graph, place, match.ambient, sources, match.renamed)
+    builder = GraphBuilder(graph, place, match.site.ambient, sources, match.renamed)
     try:
         results = _replacements(builder, match, call, shows_strides)
     except BaseException:
@@ -190,7 +193,7 @@ def _unmade(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
 def _replacements(
     builder: GraphBuilder, match: Match, call: KernelCall, shows_strides: tuple[bool, ...]
 ) -> tuple[fx.Node, ...]:
-    value = emit(builder, match, call, match.attributes)
+    value = emit(builder, match, call, match.found.attributes)
     results = value if match.site.extra_outputs else (value,)
     return tuple(
         _as_before(match, node, result, shows)
@@ -203,7 +206,7 @@ def _as_before(match: Match, output: fx.Node, result: fx.Proxy, shows_strides: b
     old, new = tensor_of(output), tensor_of(result.node)
     if old is None or new is None or (new.shape, new.dtype, new.device) != (old.shape, old.dtype, old.device):
         raise RewriteError(
-            f"rewriting {match.op} at {match.where}: expected a {_describe(old)}, the kernel gives a {_describe(new)}"
+            f"rewriting {match.op} at {match.site.where}: expected a {_describe(old)}, the kernel gives a {_describe(new)}"
         )
     strides = [as_size(stride) for stride in old.stride()]
     if shows_strides and [as_size(stride) for stride in new.stride()] != strides:

@@ -53,22 +53,22 @@ class Twins:
                 return twin
         with self._effects.watched() as look:
             found = read()
-        if isinstance(found, Match) and found.output in anchors:
+        if isinstance(found, Match) and found.site.output in anchors:
             self._remember(found, look)
         return found
 
     def _remember(self, match: Match, look: Look) -> None:
         """A match that was read by looking at ``look``."""
         if not self._effects.has_mutations:
-            look.nodes.add(match.output)
+            look.nodes.add(match.site.output)
             self._prototypes.append(_Prototype(match, look))
 
     def find(self, anchor: fx.Node) -> Match | None:
         """The match that ``anchor`` gives, if it is a twin of one that is known."""
         for prototype in self._prototypes:
-            if prototype.match.output.target != anchor.target:
+            if prototype.match.site.output.target != anchor.target:
                 continue
-            renamed = _Walk(self._effects, prototype.look, self._signatures).follow(prototype.match.output, anchor)
+            renamed = _Walk(self._effects, prototype.look, self._signatures).follow(prototype.match.site.output, anchor)
             if renamed is not None and self._uses_agree(prototype, renamed):
                 for node in prototype.look.met & renamed.keys():
                     self._effects.meet(renamed[node])

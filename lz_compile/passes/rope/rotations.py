@@ -205,19 +205,11 @@ def _table(region: Parts, first: sympy.Expr, second: sympy.Expr, pair: Axis) -> 
     leaves = {symbol: region.leaves[symbol] for symbol in symbols}
     if first == second:
         return Table(first, leaves, True)
-    joined: dict[sympy.Symbol, sympy.Symbol] = {}
-    for a in sorted(first.free_symbols, key=str):
-        for b in sorted(second.free_symbols, key=str):
-            dims = None if leaves[a].node is not leaves[b].node else paired(leaves[a].dims, leaves[b].dims, pair)
-            if dims is not None and (a == b or dims != leaves[a].dims):
-                joined[a] = b
-                leaves[a] = Leaf(leaves[a].node, dims)
-                break
-    if first.xreplace(joined) == second:
-        return Table(first, {symbol: leaves[symbol] for symbol in first.free_symbols}, False)
-    apart = {symbol: region.leaves[symbol] for symbol in symbols}
-    axes = [{axis for s in each.free_symbols for axis in moving(apart[s].dims)} for each in (first, second)]
-    return Table(first, apart, False, second) if axes[0] == axes[1] else None
+    joined = region.joined(first, second, pair)
+    if first.xreplace({symbol: other for symbol, (other, _) in joined.items()}) == second:
+        return Table(first, {symbol: leaf for symbol, (_, leaf) in joined.items()}, False)
+    axes = [{axis for s in each.free_symbols for axis in moving(leaves[s].dims)} for each in (first, second)]
+    return Table(first, leaves, False, second) if axes[0] == axes[1] else None
 
 
 def _spans(table: Table, cut: _Cut) -> bool:

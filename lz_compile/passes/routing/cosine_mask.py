@@ -20,8 +20,7 @@ from lz_compile.lowering.ops.routing import EPS
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, broadcast_from
-from lz_compile.passes.formula.bends import AT_LEAST, BENDS, evaluate
-from lz_compile.passes.formula.pointwise import Rule
+from lz_compile.passes.formula.pointwise import AT_LEAST, BENDS, Rule, evaluate
 from lz_compile.passes.graph.refusal import MutatedError, RefusedError, told
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.routing.products import Products
@@ -229,7 +228,8 @@ class _Reader(Region):
             return super().express(node, dims, reader)
         seen = node if reader is None else self.seen_by(reader, node)
         has_rank = bool(self._rank) and self._rank[-1] in axes_of(dims)
-        if has_rank and self.depends(seen) and self._is_activation(seen, dims):
+        is_own = has_rank and self.depends(seen) and self.activation is not None
+        if is_own and self.activation.is_it(seen, dims, self._rank[-1]):  # type: ignore[union-attr]
             return A
         if self.depends(seen):
             return super().express(node, dims, reader)
@@ -239,9 +239,6 @@ class _Reader(Region):
         except _OtherError:  # a direction that is computed somehow
             self.v = before
             return self._given(seen, dims, has_rank)
-
-    def _is_activation(self, node: fx.Node, dims: Dims) -> bool:
-        return self.activation is not None and self.activation.is_it(node, dims, self._rank[-1])
 
     def _given(self, node: fx.Node, dims: Dims, has_rank: bool) -> sympy.Expr:
         if not has_rank or set(axes_of(dims)) != {self._rank[-1]}:
@@ -308,7 +305,7 @@ def _element(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
 
 
 def _norm(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
-    if call.get("p", call.get("ord", call.arguments.get("#1", 2))) not in (2, 2.0, None, "fro"):
+    if call.get("p", call.get("ord", 2)) not in (2, 2.0, None, "fro"):
         raise _OtherError("takes another norm than the Euclidean one")
     return sympy.sqrt(reader.total(_element(reader, call, dims) ** 2))
 
@@ -325,8 +322,7 @@ def _product(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
 
 
 def _cosine_similarity(reader: _Reader, call: Call, dims: Dims) -> sympy.Expr:
-    given = [call.get("x1", call.input), call.get("x2", call.arguments.get("#1"))]
-    at, floor = call.get("dim", call.arguments.get("#2", 1)), call.get("eps", call.arguments.get("#3", 1e-8))
+    given, at, floor = [call.input, call.get("other")], call.get("dim", 1), call.get("eps", 1e-8)
     tensors = [tensor_of(each) for each in given]
     if any(tensor is None for tensor in tensors) or not isinstance(at, int):
         raise _OtherError("is no cosine of two tensors")

@@ -111,7 +111,7 @@ class Gates:
     def notices(self, op: str, match: Match) -> Iterator[NearMiss]:
         """What is to be said of the gate of a match: nothing, where it is one per rollout or computed by the model."""
         gate = _gate_of(match)
-        if gate is None or match.attributes.to_dict()["gate"] != "token" or not grad_enabled(match.ambient):
+        if gate is None or match.found.attributes.to_dict()["gate"] != "token" or not grad_enabled(match.site.ambient):
             return
         tensor = tensor_of(gate)
         is_computed = self.effects.calls[gate] is not None and tensor_operands(gate)
@@ -124,13 +124,13 @@ class Gates:
         )
         edit = "a gate per rollout, [G, 1, rank]; or sum its gradient over the tokens of each rollout before the cosine"
         if not self.is_told:
-            events.record(CODE, f"{op} at {match.where}: {text}; use {edit}")
+            events.record(CODE, f"{op} at {match.site.where}: {text}; use {edit}")
             self.is_told = True
-        yield NearMiss(op, gate, Reason(CODE, text), edit, match.where or where_of(gate))
+        yield NearMiss(op, gate, Reason(CODE, text), edit, match.site.where or where_of(gate))
 
 
 def _gate_of(match: Match) -> fx.Node | None:
-    parts = getattr(match.emitter, "parts", {}).get("gate")
+    parts = getattr(match.found.emitter, "parts", {}).get("gate")
     if not parts:
         return None
     gate: fx.Node = parts[0].leaf.node

@@ -18,7 +18,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.algebra import Leaf
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fresh, resolve
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fresh, renamed
 from lz_compile.passes.formula.edge import Edge
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
@@ -347,4 +347,4 @@ def _rank(region: Products, adapter: Adapter) -> tuple[Axis, ...]:
 
 
 def _renamed(leaf: Leaf, ties: Mapping[Axis, Axis]) -> Leaf:
-    return Leaf(leaf.node, tuple(tuple(ties.get(axis, axis) for axis in dim) for dim in resolve(leaf.dims)))
+    return Leaf(leaf.node, renamed(leaf.dims, ties))

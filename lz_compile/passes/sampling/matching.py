@@ -133,7 +133,7 @@ class _Matcher:
         core = self._core(found, chain.exit)
         match = SamplingEmitter.of(processors, chain.limits, found, output).match(OP, core)
         if chain.limits.is_any:
-            check_repeatable(found, wants_grad=match.facts.needs_grad)
+            check_repeatable(found, wants_grad=match.found.facts.needs_grad)
         return match
 
     @staticmethod

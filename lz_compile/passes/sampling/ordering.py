@@ -22,12 +22,8 @@ def ordered_dim(call: Call) -> int | None:
     if call.name not in ORDERING | MAXIMA | {"argmax"} or source is None or not source.dim():
         return None
     dim = call.get("dim")
-    if call.name not in MAXIMA:
-        position = {"topk": "#2", "sort": "#1", "argsort": "#1", "kthvalue": "#2", "argmax": "#1"}.get(call.name, "")
-        given = call.arguments.get(position)
-        default = None if call.name == "argmax" else -1
-        dim = dim if dim is not None else given if isinstance(given, int) and not isinstance(given, bool) else default
-        dim = 0 if call.name == "msort" else dim
+    if dim is None and call.name in ORDERING:
+        dim = 0 if call.name == "msort" else -1
     if isinstance(dim, (tuple, list)) and len(dim) == 1:
         dim = dim[0]
     if not isinstance(dim, int):

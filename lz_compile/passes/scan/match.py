@@ -80,7 +80,8 @@ def _emitter(call: ScanCall, form: StepForm, transition: Transition, results: di
     """Where the operands and results of a transition are in the graph."""
     step = form.step
     outer = dict(zip((*step.slices, *step.given), (*call.xs, *call.given), strict=True))
-    atoms = {atom: form.atoms[atom] for atom in sorted(_atoms(transition))}
+    known = {atom for whole in transition.sums() for atom in whole.atoms if atom.kind in ("given", "mask")}
+    atoms = {atom: form.atoms[atom] for atom in sorted(known)}
     given = {atom: Given(outer[node], node in step.slices, shape_of(node.meta["val"])) for atom, node in atoms.items()}
     driving = {atom for whole in transition.operands() for atom in whole.atoms if atom in given}
     if not any(given[atom].over_time for atom in driving):
@@ -140,10 +141,6 @@ def _origins(node: fx.Node) -> Iterator[fx.Node]:
         if call is None or is_constant(call) or not isinstance(call.input, fx.Node):
             return
         node = call.input
-
-
-def _atoms(transition: Transition) -> set[Atom]:
-    return {atom for whole in transition.sums() for atom in whole.atoms if atom.kind in ("given", "mask")}
 
 
 def _scales(transition: Transition, given: Mapping[Atom, Given], sizes: StepSizes) -> dict[fx.Node, float]:

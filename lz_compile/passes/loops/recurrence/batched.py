@@ -11,10 +11,10 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Size, as_size, shape_of
-from lz_compile.passes.graph.emitter import Emitter
+from lz_compile.passes.graph.emitter import Emitter, origin_of
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import known_tensor, needed, origin_of
+from lz_compile.passes.graph.view import known_tensor, needed
 from lz_compile.passes.loops.recurrence.plan import Traces
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, traced
 from lz_compile.passes.proof.running import Subgraph

@@ -214,15 +214,6 @@ class IndexSum:
         )
         return _collected(dims, products)
 
-    def _widened(self, own: Dims, dims: Dims) -> IndexSum:
-        """With ``own`` dims (some of which are empty) in the places of those of a larger sum."""
-        place, here, there = {}, 0, 0
-        for mine, other in zip(own, dims, strict=True):
-            for offset in range(len(mine)):
-                place[here + offset] = there + offset
-            here, there = here + len(mine), there + len(other)
-        return self._placed(dims, place)
-
     def _split(self, sizes: Sequence[Size]) -> IndexSum:
         """With free indices cut into factors, so that they have these sizes."""
         if tuple(sizes) == self.sizes:
@@ -322,18 +313,17 @@ def _aligned(one: IndexSum, two: IndexSum) -> tuple[IndexSum, IndexSum, Dims]:
     """Both with the same free indices, as broadcasting joins their dimensions."""
     rank = max(len(one.dims), len(two.dims))
     pairs = [((),) * (rank - len(each.dims)) + each.dims for each in (one, two)]
-    cuts: list[list[Size]] = [[], []]
-    for first, second in zip(*pairs, strict=True):
-        runs = (first, second)
-        if first and second and first != second:
-            runs = (_flat(refinement(first, second)), _flat(refinement(second, first)))
-        for cut, run in zip(cuts, runs, strict=True):
-            cut.extend(run)
-    parts = [each._split(cut) for each, cut in zip((one, two), cuts, strict=True)]
-    owns = [((),) * (rank - len(each.dims)) + each.dims for each in parts]
-    joined = tuple(first or second for first, second in zip(*owns, strict=True))
-    first, second = (part._widened(own, joined) for part, own in zip(parts, owns, strict=True))
-    return first, second, joined
+    joined = tuple(
+        _flat(refinement(first, second)) if first and second and first != second else first or second
+        for first, second in zip(*pairs, strict=True)
+    )
+    axes = tuple(tuple(map(Axis, dim)) for dim in joined)
+
+    def moved(each: IndexSum) -> IndexSum:
+        own = zip(axes[rank - len(each.dims) :], each.dims, strict=True)
+        return each if each.dims == joined else each.moved(axes, tuple(dim if mine else () for dim, mine in own))
+
+    return moved(one), moved(two), joined
 
 
 def _cut(factor: Factor, runs: Mapping[int, tuple[int, ...]]) -> Factor:

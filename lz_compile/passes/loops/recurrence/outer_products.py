@@ -21,7 +21,7 @@ from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, mutated
 from lz_compile.passes.graph.view import Call, tensor_of
-from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, Updates, dims_of, too_short
+from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, Updates, dims_of, scans_of, too_short
 from lz_compile.passes.loops.recurrence.prefix_scan_reads import StatesRead, multiplied, read_of, uncancelled
 from lz_compile.passes.loops.roll.worthwhile import LEAST_CONTRACTIONS
 from lz_compile.passes.rewriting.core import Core, core_between
@@ -32,19 +32,9 @@ _DEEP = 8
 
 def running_sums(graph: fx.Graph, effects: Effects, known: Collection[fx.Node]) -> Iterator[PrefixScan | NearMiss]:
     """Every running sum of outer products that is none of what is ``known``; of those that are read otherwise, how."""
-    for node in graph.nodes:
-        call = effects.calls[node]
-        if call is None or call.name != "cumsum" or node in known or not node.users or call.is_inplace:
-            continue
-        try:
-            scan = _read(call, effects)
-        except RefusedError as refusal:
-            yield NearMiss.of("scan", node, refusal)
-        except LayoutError:
-            continue
-        else:
-            if scan is not None:
-                yield scan
+    sums = (call for call in map(effects.calls.get, graph.nodes) if call is not None and call.name == "cumsum")
+    calls = (call for call in sums if call.node not in known and call.node.users and not call.is_inplace)
+    yield from scans_of(calls, effects, _read)
 
 
 def _read(call: Call, effects: Effects) -> PrefixScan | None:
@@ -53,7 +43,7 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
     Raises:
         RefusedError: it does, and is used otherwise.
     """
-    result, source, dim = tensor_of(call.node), tensor_of(call.input), call.get("dim", call.arguments.get("#1"))
+    result, source, dim = tensor_of(call.node), tensor_of(call.input), call.get("dim")
     if result is None or source is None or not isinstance(dim, int) or not result.is_floating_point():
         return None
     if not source.is_floating_point() or effects.ambient(call.node).is_transformed:

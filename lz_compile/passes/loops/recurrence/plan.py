@@ -93,7 +93,7 @@ class Plan:
             return self.has_known
         kept = {node for part in self.parts for node in (*part.outside, *part.wanted)} - {*step.given}
         usual = {*step.slices, *step.results}
-        return _numbers(kept) <= _MOST_KEPT * _numbers(usual)
+        return sum(map(elements, kept)) <= _MOST_KEPT * sum(map(elements, usual))
 
     @property
     def is_known(self) -> bool:
@@ -104,10 +104,6 @@ class Plan:
 def plan_of(form: StepForm) -> Plan:
     """Take a loop apart, from what it gives back to what it is given."""
     return _Planner(form).plan()
-
-
-def _numbers(nodes: Iterable[fx.Node]) -> int:
-    return sum(elements(node) for node in nodes)
 
 
 class _Planner:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import Size, as_size
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.axes import Axis, Dims
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of, where_of
@@ -112,6 +112,21 @@ def prefix_scans(graph: fx.Graph, effects: Effects) -> Iterator[PrefixScan | Nea
             yield miss
 
 
+def scans_of(
+    calls: Iterable[Call], effects: Effects, read: Callable[[Call, Effects], PrefixScan | None]
+) -> Iterator[PrefixScan | NearMiss]:
+    """What calls are read as; of those that are used otherwise, why they are left alone."""
+    for call in calls:
+        try:
+            scan = read(call, effects)
+        except RefusedError as refusal:
+            yield NearMiss.of("scan", call.node, refusal)
+        except LayoutError:
+            continue
+        else:
+            yield from [] if scan is None else [scan]
+
+
 class _Reader:
     def __init__(self, graph: fx.Graph, effects: Effects) -> None:
         self._graph = graph
@@ -136,7 +151,9 @@ class _Reader:
                 continue
             mixing = sum(self._mixes(node, dim) for node in core)
             leaves = self._leaves(core, dim, steps)
-            if mixing >= 2 * math.log2(steps) and leaves is not None and not self._is_overwritten((*core, *leaves)):
+            if mixing < 2 * math.log2(steps) or leaves is None:
+                continue
+            if not any(map(self._effects.is_overwritten, (*core, *leaves))):
                 if len(core) > _MOST_CALLS:
                     text = f"{output.name} is put together of pieces over time by {len(core):,} calls: too many are not read"
                     edit = f"use associative_scan, or fewer levels: up to {_MOST_CALLS:,} calls are read"
@@ -199,9 +216,6 @@ class _Reader:
             return False
         sources = [tensor_of(operand) for operand in node.all_input_nodes]
         return any(source is not None and _extent(source, dim) != _extent(tensor, dim) for source in sources)
-
-    def _is_overwritten(self, nodes: Iterable[fx.Node]) -> bool:
-        return any(map(self._effects.is_overwritten, nodes))
 
     def _leaves(self, core: Sequence[fx.Node], dim: int, steps: int) -> list[fx.Node] | None:
         """The tensors of all steps that pieces are cut off, before anything is cut; None where there are others."""

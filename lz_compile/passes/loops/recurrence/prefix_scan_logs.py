@@ -21,12 +21,12 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.axes import Dims, LayoutError, fresh
+from lz_compile.passes.formula.axes import Dims, fresh
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of, tensor_operands
-from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, dims_of, too_short
+from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, dims_of, scans_of, too_short
 from lz_compile.passes.loops.roll.worthwhile import LEAST_POINTWISE
 from lz_compile.passes.rewriting.core import Core
 
@@ -38,19 +38,8 @@ _NEAR = 4
 
 def log_scans(graph: fx.Graph, effects: Effects) -> Iterator[PrefixScan | NearMiss]:
     """Every such recurrence of a graph; of those that are used otherwise, why they are left alone."""
-    for node in graph.nodes:
-        call = effects.calls[node]
-        if call is None or call.name not in _RUNNING or not node.users:
-            continue
-        try:
-            scan = _read(call, effects)
-        except RefusedError as refusal:
-            yield NearMiss.of("scan", node, refusal)
-            continue
-        except LayoutError:
-            continue
-        if scan is not None:
-            yield scan
+    calls = (call for call in map(effects.calls.get, graph.nodes) if call is not None and call.name in _RUNNING)
+    yield from scans_of((call for call in calls if call.node.users), effects, _read)
 
 
 #: What runs along time, and how what it runs over is made of what goes in and of what decays.
@@ -78,8 +67,8 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
         RefusedError: its states are used as logarithms, someone else reads a part of it, or memory is overwritten.
         LayoutError: a layout has no exact form in axes.
     """
-    tensor, dim = tensor_of(call.node), _dim(call)
-    inner = effects.calls.get(call.input) if isinstance(call.input, fx.Node) else None
+    tensor, dim = tensor_of(call.node), call.get("dim")
+    inner = effects.calls.get(call.input)
     if tensor is None or not isinstance(dim, int) or inner is None or inner.name not in _RUNNING[call.name]:
         return None
     dim %= tensor.dim()
@@ -92,7 +81,7 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
         return None
     own = effects.calls.get(around.decay)
     runs = own is not None and own.name == ("cumprod" if around.is_product else "cumsum")
-    is_own = runs and own is not None and _dim(own) in (dim, dim - tensor.dim()) and own.get("dtype") is None
+    is_own = runs and own is not None and own.get("dim") in (dim, dim - tensor.dim()) and own.get("dtype") is None
     if (isinstance(steps, int) and steps < LEAST_POINTWISE) or count < _LEAST_NUMBERS:
         text = f"two running sums over {steps} steps, of {count} numbers, for h[t] = a[t] * h[t - 1] + b[t]"
         raise too_short(text, f"{LEAST_POINTWISE} steps and {_LEAST_NUMBERS} numbers")
@@ -113,10 +102,6 @@ def _read(call: Call, effects: Effects) -> PrefixScan | None:
     decays: Literal["products", "steps", "sums"] = "products" if around.is_product else "steps" if is_own else "sums"
     drives = call.name == "logcumsumexp"
     return PrefixScan(output, core, dim, around.drive, decay, dims_of(output, leaves), decays, drives)
-
-
-def _dim(call: Call) -> object:
-    return call.get("dim", call.arguments.get("#1"))
 
 
 def _around(effects: Effects, call: Call, inner: Call) -> _Around | None:

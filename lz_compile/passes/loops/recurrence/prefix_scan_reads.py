@@ -17,10 +17,11 @@ from torch import fx
 from lz_compile.ground.sizes import Size, product, shape_of
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, broadcast_from, fresh, resolve
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, broadcast_from, fresh, renamed, resolve
 from lz_compile.passes.formula.contraction import PRODUCTS
-from lz_compile.passes.formula.expressions import is_cast
+from lz_compile.passes.formula.expressions import CASTS, is_cast
 from lz_compile.passes.formula.pointwise import is_dead
+from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, tensor_operands
@@ -30,7 +31,6 @@ from lz_compile.passes.rewriting.core import find_core
 if TYPE_CHECKING:
     from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan
 
-_CASTS = frozenset({"to", "float", "double", "half", "bfloat16", "type_as"})
 #: Calls that spell sizes out, which a proof could not change.
 _SPELLED = frozenset({"view", "reshape", "flatten", "unflatten", "expand", "repeat", "broadcast_to"})
 #: What weighs states before they are read.
@@ -114,7 +114,7 @@ def _around(states: fx.Node, effects: Effects) -> tuple[list[fx.Node], list[fx.N
                 products.append(user)
             elif call.name == "mul" and len(user.users) == 1 and _is_sum(next(iter(user.users)), effects):
                 products.append(next(iter(user.users)))
-            elif call.name in _CASTS or call.name in _SCALES or (layout.rearranges(call) and _moves(user, effects)):
+            elif call.name in CASTS or call.name in _SCALES or rearranges(call):
                 inner.append(user)
                 queue.append(user)
             elif not is_dead(user):
@@ -125,15 +125,6 @@ def _around(states: fx.Node, effects: Effects) -> tuple[list[fx.Node], list[fx.N
 def _is_sum(node: fx.Node, effects: Effects) -> bool:
     call = effects.calls.get(node)
     return call is not None and call.name == "sum"
-
-
-def _moves(node: fx.Node, effects: Effects) -> bool:
-    """Whether a call shows all of its operand."""
-    call = effects.calls[node]
-    try:
-        return call is not None and layout.read_input_dims(call, fresh(shape_of(known_tensor(node)))) is not None
-    except LayoutError:
-        return False
 
 
 def _product(
@@ -162,11 +153,11 @@ def _product(
     if names is None or len({known_tensor(each).dtype for each in tensors}) > 1:
         return None
     factors = [
-        (region.leaf(node, _renamed(each, names)) if isinstance(node, fx.Node) else region.scalar(node)) ** power
+        (region.leaf(node, renamed(each, names)) if isinstance(node, fx.Node) else region.scalar(node)) ** power
         for node, each, power in others
     ]
     query = uncancelled(factors, "what reads the states")
-    return _renamed(own, names), query, region, axes_of(_renamed((summed,), names))
+    return renamed(own, names), query, region, axes_of(renamed((summed,), names))
 
 
 def uncancelled(factors: Sequence[sympy.Expr], what: str) -> sympy.Expr:
@@ -237,7 +228,7 @@ def _shown(node: fx.Node, dims: Dims, effects: Effects, states: fx.Node) -> tupl
     """What a tensor with these axes shows in another shape, and its axes; of states it is asked no further."""
     while node is not states and (call := effects.calls.get(node)) is not None and isinstance(call.input, fx.Node):
         source = tensor_of(call.input)
-        own = dims if call.name in _CASTS else layout.read_input_dims(call, dims)
+        own = dims if call.name in CASTS else layout.read_input_dims(call, dims)
         if own is None or source is None or call.name in _SPELLED or source.dtype != known_tensor(node).dtype:
             break
         node, dims = call.input, own
@@ -252,10 +243,6 @@ def _named(seen: Dims, dims: Dims) -> dict[Axis, Axis] | None:
     return {axis: name for one, other in pairs for axis, name in zip(one, other, strict=True)}
 
 
-def _renamed(dims: Dims, names: Mapping[Axis, Axis]) -> Dims:
-    return tuple(tuple(names.get(axis, axis) for axis in dim) for dim in resolve(dims))
-
-
 def _last(states: fx.Node, dims: Dims, node: fx.Node, time: Axis, effects: Effects) -> Dims | None:
     """The axes of a node that is the states after the last step; None where it is something else."""
     call = effects.calls.get(node)
@@ -264,7 +251,7 @@ def _last(states: fx.Node, dims: Dims, node: fx.Node, time: Axis, effects: Effec
     below = fresh(shape_of(known_tensor(call.input)))
     source, seen = _shown(call.input, below, effects, states)
     names = _named(seen, dims) if source is states else None
-    own = () if names is None else _renamed(below, names)
+    own = () if names is None else renamed(below, names)
     place = next((place for place, dim in enumerate(own) if dim == (time,)), None)
     if place is None or _picked(call.name, node, own, place) not in (-1, time.size - 1):
         return None

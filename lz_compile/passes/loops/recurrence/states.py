@@ -16,8 +16,9 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import as_size
-from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.expressions import is_cast
+from lz_compile.passes.formula import layout, moves
+from lz_compile.passes.formula.expressions import CASTS
+from lz_compile.passes.formula.pieces import SPLITS
 from lz_compile.passes.graph.modes import Ambient, faking
 from lz_compile.passes.graph.refusal import RefusedError, held_by
 from lz_compile.passes.graph.snapshot import described
@@ -76,8 +77,7 @@ def _described(value: Any) -> str:
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 
-_JOINS = frozenset({"stack", "cat", "getitem", "select", "unbind", "split", "chunk", "flip", "narrow"})
-_CASTS = frozenset({"float", "double", "half", "bfloat16", "to", "type", "type_as", "_to_copy"})
+_MOVES = (moves.RULES.keys() - {"pad", "embedding", "as_strided"}) | SPLITS | CASTS
 
 
 def indicators_of(call: ScanCall, step: Step) -> frozenset[fx.Node]:
@@ -99,10 +99,10 @@ def _moved(node: fx.Node) -> Sequence[fx.Node]:
     call = read(node)
     if call is None or call.is_inplace:
         return []
-    operands = call.arguments.get("tensors", call.input) if call.name in ("stack", "cat") else call.input
+    operands = call.get("tensors", call.input)
     operands = operands if isinstance(operands, (list, tuple)) else [operands]
-    moves = layout.rearranges(call) or is_cast(call) or call.name in _JOINS | _CASTS
-    return operands if moves and all(isinstance(each, fx.Node) for each in operands) else []
+    is_moved = layout.rearranges(call) or call.name in _MOVES
+    return operands if is_moved and all(isinstance(each, fx.Node) for each in operands) else []
 
 
 #: Changes of states that are tried one after the other.

@@ -130,13 +130,11 @@ def _run(
     order = needed(outputs, given)
     others = [node for node in order if node.op != "call_function"]
     values = {node: _random(node, generator, is_mask=node.meta["val"].dtype == torch.bool) for node in others}
-    return run(order, {**given, **values}, adapt=_exactly)
-
-
-def _exactly(
-    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    return node.target, args, {name: _exact(name, value) for name, value in kwargs.items()}
+    return run(
+        order,
+        {**given, **values},
+        adapt=lambda node, args, kwargs: (node.target, args, {name: _exact(name, x) for name, x in kwargs.items()}),
+    )
 
 
 def _exact(name: str, value: Any) -> Any:

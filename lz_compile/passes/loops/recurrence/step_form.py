@@ -29,7 +29,7 @@ _STORAGE = frozenset({"dtype", "layout", "device", "pin_memory", "memory_format"
 _MOST_CUTS = 4
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class StepForm:
     """What was read.
 
@@ -43,14 +43,14 @@ class StepForm:
     step: Step
     components: tuple[tuple[int, ...], ...]
     home: Mapping[fx.Node, int]
-    values: Mapping[fx.Node, IndexSum]
-    atoms: Mapping[Atom, fx.Node]
-    reasons: Mapping[fx.Node, str]
-    outer: Mapping[fx.Node, IndexSum]
     delays: frozenset[int]
     indicators: frozenset[fx.Node] = frozenset()
     cuts: Mapping[fx.Node, Dims] = field(default_factory=dict)
-    multiples: frozenset[str] = frozenset()
+    values: dict[fx.Node, IndexSum] = field(default_factory=dict)
+    outer: dict[fx.Node, IndexSum] = field(default_factory=dict)
+    atoms: dict[Atom, fx.Node] = field(default_factory=dict)
+    reasons: dict[fx.Node, str] = field(default_factory=dict)
+    multiples: set[str] = field(default_factory=set)
 
     def is_atom(self, node: fx.Node) -> bool:
         """Whether other components take a value as it is, and do not compute it themselves, as they do sizes."""
@@ -65,68 +65,16 @@ class StepForm:
 
     def with_atom(self, node: fx.Node, atom: Atom, wanted: fx.Node) -> IndexSum | None:
         """The value of ``wanted`` with ``node`` as an atom of its own, where that has a form."""
-        reader = _Reader(self.step, self.home, self.delays, cuts=self.cuts)
-        reader.outer = dict(self.outer)
-        reader.values.update({each: value for each, value in self.values.items() if self.home[each] == FREE})
-        dims = self.values[node].dims if node in self.values else dims_of(shape_of(node))
-        reader.values[node] = IndexSum.of_cut_atom(atom, dims)
-        reader.read(needed([wanted], {node}), fixed={node})
-        return reader.values.get(wanted)
+        known = {each: value for each, value in self.values.items() if self.home[each] == FREE}
+        known[node] = IndexSum.of_cut_atom(
+            atom, self.values[node].dims if node in self.values else dims_of(shape_of(node))
+        )
+        form = StepForm(self.step, self.components, self.home, self.delays, cuts=self.cuts, values=known)
+        form.outer = dict(self.outer)
+        form.read(needed([wanted], {node}), fixed={node})
+        return form.values.get(wanted)
 
-
-def read_step(step: Step, indicators: frozenset[fx.Node] = frozenset()) -> StepForm:
-    """Read a step; ``indicators`` are inputs that hold nothing but zeros and ones."""
-    components, home = homes(step)
-    if prepare(step, home):
-        components, home = homes(step)
-    delays = frozenset(i for i, states in enumerate(components) if is_delay(step, states))
-    cuts: dict[fx.Node, Dims] = {}
-    for _ in range(_MOST_CUTS):
-        reader = _Reader(step, home, delays, indicators, cuts)
-        reader.read(list(step.graph.nodes))
-        finer = _finer(step, reader.values)
-        if not finer:
-            break
-        cuts |= finer
-    return StepForm(
-        step=step,
-        components=components,
-        home=home,
-        values=reader.values,
-        atoms=reader.atoms,
-        reasons=reader.reasons,
-        outer=reader.outer,
-        delays=delays,
-        indicators=indicators,
-        cuts=cuts,
-        multiples=frozenset(reader.scaled),
-    )
-
-
-def _finer(step: Step, values: Mapping[fx.Node, IndexSum]) -> dict[fx.Node, Dims]:
-    """The states whose dimensions a step takes apart, and in which pieces."""
-    pairs = zip(step.states, step.carried, strict=True)
-    both = ((state, values[state].dims, values[new].dims) for state, new in pairs if {state, new} <= values.keys())
-    return {state: after for state, before, after in both if before != after}
-
-
-# ---- reading -------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Reader:
-    """Reads nodes one after the other."""
-
-    step: Step
-    home: Mapping[fx.Node, int]
-    delays: frozenset[int]
-    indicators: frozenset[fx.Node] = frozenset()
-    cuts: Mapping[fx.Node, Dims] = field(default_factory=dict)
-    scaled: set[str] = field(default_factory=set)
-    values: dict[fx.Node, IndexSum] = field(default_factory=dict)
-    outer: dict[fx.Node, IndexSum] = field(default_factory=dict)
-    atoms: dict[Atom, fx.Node] = field(default_factory=dict)
-    reasons: dict[fx.Node, str] = field(default_factory=dict)
+    # ---- reading ------------------------------------------------------------------------------------------------
 
     def read(self, nodes: Sequence[fx.Node], fixed: set[fx.Node] | None = None) -> None:
         """Read these, in the order of the graph."""
@@ -175,7 +123,7 @@ class _Reader:
             value = rule(node, *arguments[0], **arguments[1])
         except (TypeError, UnreadableError) as error:
             if isinstance(error, SizedError) or any(isinstance(x, fx.Node) and not is_tensor(x) for x in node.args):
-                self.scaled.add(node.name)
+                self.multiples.add(node.name)
                 raise UnreadableError(f"{name} has a symbolic size as an argument or a factor") from error
             if isinstance(error, UnreadableError):
                 raise
@@ -257,6 +205,30 @@ class _Reader:
             self.atoms[atom] = node
             return IndexSum.of_atom(atom, shape_of(node))
         raise UnreadableError(f"{told(node)}, which is of {value.dtype}")
+
+
+def read_step(step: Step, indicators: frozenset[fx.Node] = frozenset()) -> StepForm:
+    """Read a step; ``indicators`` are inputs that hold nothing but zeros and ones."""
+    components, home = homes(step)
+    if prepare(step, home):
+        components, home = homes(step)
+    delays = frozenset(i for i, states in enumerate(components) if is_delay(step, states))
+    cuts: dict[fx.Node, Dims] = {}
+    for _ in range(_MOST_CUTS):
+        form = StepForm(step, components, home, delays, indicators, cuts)
+        form.read(list(step.graph.nodes))
+        finer = _finer(step, form.values)
+        if not finer:
+            break
+        cuts |= finer
+    return form
+
+
+def _finer(step: Step, values: Mapping[fx.Node, IndexSum]) -> dict[fx.Node, Dims]:
+    """The states whose dimensions a step takes apart, and in which pieces."""
+    pairs = zip(step.states, step.carried, strict=True)
+    both = ((state, values[state].dims, values[new].dims) for state, new in pairs if {state, new} <= values.keys())
+    return {state: after for state, before, after in both if before != after}
 
 
 def _rule(node: fx.Node) -> Rule | None:

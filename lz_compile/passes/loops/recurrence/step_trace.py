@@ -267,7 +267,6 @@ def _merge_equal(graph: fx.Graph) -> None:
             node.replace_all_uses_with(first)
 
 
-aten = torch.ops.aten
 #: The home of what depends on no state.
 FREE = -1
 

@@ -11,12 +11,12 @@ from lz_compile.passes.loops.recurrence.transition import Read, Transition
 _BATCH, _KEYS, _VALUES, _EXTRAS, _BOUND = "bhgnm", "kij", "vw", "qpr", "xyzst"
 
 
-def text_of(transition: Transition, names: Mapping[Atom, str], state: str = "S") -> str:
+def text_of(transition: Transition, names: Mapping[Atom, str]) -> str:
     """The recurrence of one state, and what is read from it."""
     letters = _letters(transition)
-    own = f"{state}[{','.join(letters[i] for i in range(len(transition.space)))}]"
+    own = f"S[{','.join(letters[i] for i in range(len(transition.space)))}]"
     primed = {key: f"{letters[key]}'" for key in transition.keys}
-    inner = f"{state}[{','.join(primed.get(i, letters[i]) for i in range(len(transition.space)))}]"
+    inner = f"S[{','.join(primed.get(i, letters[i]) for i in range(len(transition.space)))}]"
     parts = [_product(transition.decay, letters, names, own)]
     for update in transition.updates:
         left = _sum(update.left, letters, names)

@@ -22,9 +22,10 @@ from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.formula.moves import STRIDED, order_of, strides_matter
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.emitter import origin_of
 from lz_compile.passes.graph.gradients import has_gradient, is_made_attached
 from lz_compile.passes.graph.modes import faking
-from lz_compile.passes.graph.view import known_tensor, memory_of, needed, origin_of, tensor_of
+from lz_compile.passes.graph.view import known_tensor, memory_of, needed, tensor_of
 from lz_compile.passes.loops.roll.piece_writes import Piece, overlap, piece_of, store_pieces
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
 from lz_compile.passes.rewriting.core import wants_grad

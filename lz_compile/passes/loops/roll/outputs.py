@@ -230,8 +230,7 @@ def collector_of(node: fx.Node, uses: Sequence[Use]) -> Collector | None:
     call = read(node)
     if call is None or call.name not in ("stack", "cat"):
         return None
-    items = call.node.args[0] if call.node.args else call.get("tensors")
-    dim = call.node.args[1] if len(call.node.args) > 1 else call.get("dim", 0)
+    items, dim = call.get("tensors"), call.get("dim", 0)
     if not isinstance(items, (tuple, list)) or not isinstance(dim, int) or "out" in call.arguments:
         return None
     places = {use.operand: (use.step, use.index) for use in uses}

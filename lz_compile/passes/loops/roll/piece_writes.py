@@ -17,8 +17,8 @@ from torch import fx
 from lz_compile.passes.editing.edit import MayEdit
 from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modes import Ambient, faking
-from lz_compile.passes.graph.view import memory_of, origin_of, read, tensor_of, value_of
+from lz_compile.passes.graph.emitter import Emitter, origin_of
+from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of
 from lz_compile.passes.graph.writes import writes
 from lz_compile.passes.loops.roll.search import LEAST_STEPS
 from lz_compile.passes.loops.roll.slices import elements_of, range_of
@@ -67,11 +67,9 @@ def overlap(one: Piece, two: Piece) -> bool:
     return all(a is None or b is None or (a[0] < b[1] and b[0] < a[1]) for a, b in pairs)
 
 
-def _is_looped(_buffer: fx.Node, count: int) -> bool:
-    return count >= LEAST_STEPS
-
-
-def store_pieces(graph: fx.Graph, may_edit: MayEdit, wanted: Callable[[fx.Node, int], bool] = _is_looped) -> int:
+def store_pieces(
+    graph: fx.Graph, may_edit: MayEdit, wanted: Callable[[fx.Node, int], bool] = lambda _, count: count >= LEAST_STEPS
+) -> int:
     """Spell such calls as stores, in place; how many there were.
 
     ``wanted`` is asked with a tensor and how many of them it has: where nothing else is said, as many as a loop has steps.
@@ -130,7 +128,8 @@ def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
         return False
     graph, ambient = node.graph, effects.ambient(node)
     with graph.inserting_before(node):
-        value = node.args[1] if target == "copy" else _computed(graph, node, target, ambient)
+        emit = Emitter(graph, known_tensor(view).fake_mode, ambient, node)  # type: ignore[attr-defined]
+        value = node.args[1] if target == "copy" else emit.call(target, *node.args, **node.kwargs)
         if not isinstance(value, fx.Node) or not _is_like(value, view):
             if isinstance(value, fx.Node) and value not in effects.position:
                 graph.erase_node(value)
@@ -146,18 +145,6 @@ def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
     effects.position.setdefault(value, effects.position[node])
     graph.erase_node(node)
     return True
-
-
-def _computed(graph: fx.Graph, node: fx.Node, target: Any, ambient: Ambient) -> fx.Node:
-    """The same out of place."""
-    value = graph.create_node(node.op, target, node.args, node.kwargs)
-    value.meta.update(origin_of(node))
-    args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
-    mode = next(each.fake_mode for each in args if isinstance(each, torch.Tensor))  # type: ignore[attr-defined]
-    with faking(mode, ambient):
-        run = getattr(torch.Tensor, target) if isinstance(target, str) else target
-        value.meta["example_value"] = run(*args, **kwargs)
-    return value
 
 
 def _is_like(value: fx.Node, view: fx.Node) -> bool:

@@ -11,11 +11,11 @@ from torch import fx
 from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.formula.layout import is_returned, stride_order
 from lz_compile.passes.formula.moves import strides_matter
-from lz_compile.passes.graph.emitter import Emitter
+from lz_compile.passes.graph.emitter import Emitter, origin_of
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError, hold, told
-from lz_compile.passes.graph.view import known_tensor, memory_of, origin_of, tensor_of, value_of
+from lz_compile.passes.graph.view import known_tensor, memory_of, tensor_of, value_of
 from lz_compile.passes.graph.writes import is_pure
 from lz_compile.passes.loops.roll.body import Around, Carried, Ref, Streamed
 from lz_compile.passes.loops.roll.facts import Loop, Place, emitter_of, numbers, stacked

@@ -24,10 +24,10 @@ from lz_compile.lowering.checkpointed_scan import CHUNK_NOTE, checkpointed_scan,
 from lz_compile.passes.editing.edit import RefutedError, Rewrite
 from lz_compile.passes.formula.moves import order_in_memory
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.emitter import readable
+from lz_compile.passes.graph.emitter import origin_of, readable
 from lz_compile.passes.graph.modes import ambient_of
 from lz_compile.passes.graph.refusal import told
-from lz_compile.passes.graph.view import known_tensor, origin_of, tensor_of, tensor_operands, value_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of, tensor_operands, value_of
 from lz_compile.passes.graph.writes import is_pure
 from lz_compile.passes.loops.roll.roll import SCAN
 from lz_compile.passes.proof.running import NotRunnableError

@@ -7,16 +7,16 @@ its state is a loop that hands on a new one.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import fx
 
+from lz_compile.passes.formula.layout import spelled_out
+from lz_compile.passes.formula.pieces import SPLITS, named_dim
 from lz_compile.passes.graph.effects import RESHAPERS, Effects
 from lz_compile.passes.graph.gradients import differentiated
 from lz_compile.passes.graph.refusal import told
@@ -156,9 +156,7 @@ def _is_plain(call: Call) -> bool:
     return (call.is_inplace or call.name == "setitem") and "out" not in call.arguments
 
 
-_SPLITS = frozenset({"split", "chunk", "tensor_split", "split_with_sizes"})
 _UNTOUCHED = slice(None)
-_PARTS_OF_A_PIECE = 2
 
 #: The node that a reader sees under a name: the last version, and one node for what is the same in every step.
 Resolve = Callable[[fx.Node, Any], Any]
@@ -276,14 +274,10 @@ def cut(source: fx.Node, indices: Sequence[tuple[Any, ...]]) -> Slices | None:
 def elements_of(index: Any, tensor: torch.Tensor) -> tuple[Any, ...] | None:
     """An index with an element for each dimension (None: a new one), no ellipsis; None where it is not that simple."""
     given = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(each, (list, bool, torch.Tensor, fx.Node)) for each in given):
+    if any(isinstance(each, (list, torch.Tensor, fx.Node)) for each in given):
         return None
-    whole = [_UNTOUCHED] * (tensor.dim() - sum(each is not None and each is not Ellipsis for each in given))
-    elements = list(given) if Ellipsis in given else [*given, Ellipsis]
-    if elements.count(Ellipsis) > 1:
-        return None
-    at = elements.index(Ellipsis)
-    return (*elements[:at], *whole, *elements[at + 1 :])
+    elements = spelled_out(index, tensor.dim())
+    return None if elements is None else tuple(elements)
 
 
 def _leaves(index: tuple[Any, ...]) -> list[Any]:
@@ -296,16 +290,10 @@ def range_of(element: Any, size: int | None) -> tuple[int, int | None] | None:
     """Start and length (None for a single entry) of an element of an index; what ends nowhere needs a size."""
     if isinstance(element, int) and element >= 0:
         return element, None
-    if size is None:
+    found = None if size is None else places_of(element, size)
+    if found is None or found[0].step != 1:
         return None
-    if isinstance(element, int):
-        return element + size, None
-    if not isinstance(element, slice) or element.step not in (None, 1):
-        return None
-    if not all(part is None or isinstance(part, int) for part in (element.start, element.stop)):
-        return None
-    start, stop, _ = element.indices(size)
-    return start, stop - start
+    return found[0].start, None if found[1] else len(found[0])
 
 
 def places_of(element: Any, size: int) -> tuple[range, bool] | None:
@@ -333,20 +321,13 @@ def _piece(call: Call, resolve: Resolve) -> tuple[fx.Node, int, int, int | None]
     made = read(parent) if isinstance(parent, fx.Node) else None
     if made is None or not isinstance(number, int):
         return None
-    source = resolve(parent, made.input)
-    tensor, parts = tensor_of(source), value_of(parent)
-    position = 1 if made.name == "unbind" else _PARTS_OF_A_PIECE
-    given = made.node.args[position] if len(made.node.args) > position else made.get("dim", 0)
-    if tensor is None or not isinstance(given, int):
+    parts, named = value_of(parent), named_dim(made, 0)
+    if named is None or made.name not in SPLITS:
         return None
-    dim = given % tensor.dim()
-    number = number % len(parts)
+    source, dim, number = resolve(parent, made.input), named[0], number % len(parts)
     if made.name == "unbind":
         return source, dim, number, None
-    if made.name not in _SPLITS:
-        return None
     sizes = [part.shape[dim] for part in parts]
     if not all(isinstance(size, int) for size in sizes):
         return None
-    starts = [0, *accumulate(sizes, operator.add)]
-    return source, dim, starts[number], sizes[number]
+    return source, dim, sum(sizes[:number]), sizes[number]
