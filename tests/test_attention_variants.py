@@ -297,6 +297,32 @@ def test_probabilities_that_the_same_mask_drops_again_are_zeros_where_it_drops_a
     assert not backend.report.events, backend.why_not()
 
 
+def _shifted(places: Tensor) -> Tensor:
+    """Transformer-XL's relative shift: key ``j`` of query ``i`` is place ``j - i + Q``, and of later ones who knows what."""
+    padded = torch.cat([torch.zeros_like(places[..., :1]), places], -1)
+    return padded.view(*places.shape[:-2], places.shape[-1] + 1, -1)[..., 1:, :].view_as(places)
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, -1e9])
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("memory", [6, 12])
+def test_keys_that_a_bias_takes_apart_are_the_keys_that_a_mask_and_a_weight_have(
+    memory: int, is_weighted: bool, fill: float
+) -> None:
+    """Of so many keys, a bias is read over pairs of axes; the mask and the weight were met before they were two."""
+    q, k, v = (normal(2, 3, rows, 8, seed=rows + at) for at, rows in enumerate((6, 6 + memory, 6 + memory)))
+    later, weight = torch.ones(6, 6 + memory, dtype=torch.bool).triu(memory + 1), normal(6 + memory, seed=9).abs()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor) -> Tensor:
+        scores = (q @ k.mT + _shifted(q @ places.mT)) * 8**-0.5
+        weights = scores.masked_fill(later, fill).softmax(-1)
+        return (weights * weight if is_weighted else weights) @ v
+
+    backend = compiled(Variant(attend, (q, k, v, normal(3, 6 + memory, 8, seed=8))))
+    assert attentions(backend) == [] if is_weighted else [True], backend.why_not()
+    assert codes(backend) == ({"PROBABILITIES_CHANGED"} if is_weighted else set()), backend.why_not()
+
+
 @pytest.mark.parametrize("again", [PADDED.roll(1, -1), ~PADDED], ids=["another", "its complement"])
 def test_probabilities_that_another_mask_drops_are_told(again: Tensor) -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, other: Tensor) -> Tensor:
