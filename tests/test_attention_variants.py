@@ -297,6 +297,116 @@ def test_probabilities_that_the_same_mask_drops_again_are_zeros_where_it_drops_a
     assert not backend.report.events, backend.why_not()
 
 
+SCORED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda q, k: k @ q,
+    "matmul_first": lambda q, k: q @ k.T,
+    "mv": lambda q, k: torch.mv(k, q),
+    "inner": lambda q, k: torch.inner(k, q),
+    "column": lambda q, k: (k @ q[:, None]).squeeze(-1),
+}
+WEIGHED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "matmul": lambda p, v: p @ v,
+    "mv": lambda p, v: torch.mv(v.T, p),
+    "numbers": lambda p, v: v[:, 0] @ p,
+    "dot": lambda p, v: torch.dot(p, v[:, 0]),
+}
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+@pytest.mark.parametrize("weighed", WEIGHED)
+@pytest.mark.parametrize("scored", SCORED)
+def test_queries_and_values_may_be_vectors(scored: str, weighed: str, is_trained: bool) -> None:
+    """Pooling by a learned query: it is as much an attention by ``k @ q`` as by ``k @ q[:, None]``."""
+
+    def pooled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return WEIGHED[weighed]((SCORED[scored](q, k) * 0.3).softmax(-1), v)
+
+    inputs = normal(8, seed=3), normal(7, 8, seed=4), normal(7, 5, seed=5)
+    backend = compiled(Variant(pooled, inputs), is_trained=is_trained)
+    assert attentions(backend) == [True], backend.why_not()
+
+
+def test_a_vector_scores_the_keys_of_a_batch() -> None:
+    def pooled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return ((k @ q * 0.3).softmax(-1)[..., None] * v).sum(-2)
+
+    inputs = normal(8, seed=3), normal(2, 3, 7, 8, seed=4), normal(2, 3, 7, 5, seed=5)
+    backend = compiled(Variant(pooled, inputs), is_trained=True)
+    assert attentions(backend) == [True], backend.why_not()
+
+
+def _additive(q: Tensor, k: Tensor, v: Tensor, by: Tensor, *, masks: bool, spelled: str) -> Tensor:
+    """Bahdanau's: a number for each pair by a weight that all have, of features by a function of their own."""
+    features = torch.tanh(q[..., :, None, :] + k[..., None, :, :])
+    scores = {"matmul": lambda: features @ by, "sum": lambda: (features * by).sum(-1)}[spelled]()
+    scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -torch.inf) if masks else scores
+    return scores.softmax(-1) @ v
+
+
+@pytest.mark.parametrize("masks", [False, True])
+@pytest.mark.parametrize("spelled", ["matmul", "sum"])
+def test_additive_attention_is_one_query_whose_keys_are_features_of_both(spelled: str, masks: bool) -> None:
+    q, k, v = qkv(5, 7)
+    backend = compiled(
+        Variant(partial(_additive, masks=masks, spelled=spelled), (q, k, v, normal(q.shape[-1]))), is_trained=True
+    )
+    assert not backend.report.near_misses, backend.why_not()
+    assert attentions(backend) == [True], backend.why_not()
+
+
+DROPPED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "last": lambda s, c: torch.cat([s, c], -1).softmax(-1)[..., :-1],
+    "first": lambda s, c: torch.cat([c, s], -1).softmax(-1)[..., 1:],
+    "first_by_narrow": lambda s, c: torch.cat([c, s], -1).softmax(-1).narrow(-1, 1, s.shape[-1]),
+    "first_shifted": lambda s, c: (x := torch.cat([c, s], -1)).sub(x.amax(-1, True)).softmax(-1)[..., 1:],
+    "a key": lambda s, c: torch.cat([c, s], -1).softmax(-1)[..., :-1],
+    "the first key": lambda s, c: torch.cat([s, c], -1).softmax(-1)[..., 1:],
+}
+
+
+@pytest.mark.parametrize("name", DROPPED)
+def test_a_column_that_is_dropped_is_a_sink_on_whichever_side(name: str) -> None:
+    q, k, v = qkv(5, 7)
+
+    def sunk(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        column = sinks[:, None, None].expand(*q.shape[:-1], 1)
+        scores = (q @ k.mT).masked_fill(torch.ones(5, 7, dtype=torch.bool).triu(3), -torch.inf)
+        return DROPPED[name](scores, column) @ v
+
+    backend = compiled(Variant(sunk, (q, k, v, normal(q.shape[1]))), is_trained=True)
+    if "key" in name:
+        assert not attentions(backend)
+        assert codes(backend) == {"SINK_NOT_UNDERSTOOD"}, backend.why_not()
+    else:
+        assert attentions(backend) == [True], backend.why_not()
+
+
+def _shifted(places: Tensor) -> Tensor:
+    """Transformer-XL's relative shift: key ``j`` of query ``i`` is place ``j - i + Q``, and of later ones who knows what."""
+    padded = torch.cat([torch.zeros_like(places[..., :1]), places], -1)
+    return padded.view(*places.shape[:-2], places.shape[-1] + 1, -1)[..., 1:, :].view_as(places)
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, -1e9])
+@pytest.mark.parametrize("is_weighted", [False, True])
+@pytest.mark.parametrize("memory", [6, 12])
+def test_keys_that_a_bias_takes_apart_are_the_keys_that_a_mask_and_a_weight_have(
+    memory: int, is_weighted: bool, fill: float
+) -> None:
+    """Of so many keys, a bias is read over pairs of axes; the mask and the weight were met before they were two."""
+    q, k, v = (normal(2, 3, rows, 8, seed=rows + at) for at, rows in enumerate((6, 6 + memory, 6 + memory)))
+    later, weight = torch.ones(6, 6 + memory, dtype=torch.bool).triu(memory + 1), normal(6 + memory, seed=9).abs()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, places: Tensor) -> Tensor:
+        scores = (q @ k.mT + _shifted(q @ places.mT)) * 8**-0.5
+        weights = scores.masked_fill(later, fill).softmax(-1)
+        return (weights * weight if is_weighted else weights) @ v
+
+    backend = compiled(Variant(attend, (q, k, v, normal(3, 6 + memory, 8, seed=8))))
+    assert attentions(backend) == [] if is_weighted else [True], backend.why_not()
+    assert codes(backend) == ({"PROBABILITIES_CHANGED"} if is_weighted else set()), backend.why_not()
+
+
 @pytest.mark.parametrize("again", [PADDED.roll(1, -1), ~PADDED], ids=["another", "its complement"])
 def test_probabilities_that_another_mask_drops_are_told(again: Tensor) -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, other: Tensor) -> Tensor:

@@ -88,6 +88,15 @@ def rand(*shape: int) -> Tensor:
 A, B = rand(2, 3, 5), rand(2, 5, 7)
 
 SPELLINGS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "matrix_by_vector": (lambda a, b: a @ b, (rand(3, 5), rand(5))),
+    "vector_by_vector": (lambda a, b: a @ b, (rand(5), rand(5))),
+    "mv": (lambda a, b: torch.mv(a, b), (rand(3, 5), rand(5))),
+    "inner": (lambda a, b: torch.inner(a, b), (rand(3, 5), rand(4, 5))),
+    "vector_by_matrices": (lambda a, b: a @ b, (rand(3), rand(2, 4, 3, 5))),
+    "matrices_by_vector": (lambda a, b: torch.matmul(a, b), (rand(2, 4, 3, 5), rand(5))),
+    "dot": (lambda a, b: torch.dot(a, b), (rand(5), rand(5))),
+    "inner_of_vectors": (lambda a, b: a.inner(b), (rand(5), rand(5))),
+    "vector_of_one": (lambda a, b: a @ b, (rand(3, 1), rand(1))),
     "operator": (lambda a, b: a @ b, (A, B)),
     "matmul": (lambda a, b: torch.matmul(a, b), (A, B)),
     "method": (lambda a, b: a.matmul(b), (A, B)),
@@ -290,10 +299,6 @@ def test_an_einsum_whose_symbolic_size_is_one_by_a_guard_is_not_read() -> None:
 
 
 NOT_READ: dict[str, tuple[Callable[..., Any], tuple[Tensor, ...]]] = {
-    "matrix_by_vector": (lambda a, b: a @ b, (rand(3, 5), rand(5))),
-    "vector_by_vector": (lambda a, b: a @ b, (rand(5), rand(5))),
-    "mv": (lambda a, b: torch.mv(a, b), (rand(3, 5), rand(5))),
-    "inner": (lambda a, b: torch.inner(a, b), (rand(3, 5), rand(4, 5))),
     "linear_by_vector": (lambda a, b: F.linear(a, b), (rand(3, 5), rand(5))),
     "einsum_of_three": (lambda a, b, c: torch.einsum("ij,jk,kl->il", a, b, c), (rand(2, 3), rand(3, 4), rand(4, 5))),
     "einsum_of_one": (lambda a: torch.einsum("ij->ji", a), (rand(2, 3),)),

@@ -469,6 +469,28 @@ def test_what_memory_holds_is_known_by_name() -> None:
     assert edited(program, edit, *inputs()) == ("", [])
 
 
+@pytest.mark.parametrize("name", ["by a view", "by itself", "never"])
+def test_memory_that_nobody_reads_again_may_hold_anything(name: str) -> None:
+    """What is written out of place leaves the memory as it was, which a view of it shows, however little runs."""
+
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        values = x.sort(-1).values
+        row = values[0]
+        small = values.gather(-1, 50 - a.to(torch.int64) * 50 + torch.zeros_like(x, dtype=torch.int64))  # not of any a
+        values.masked_fill_(values < small, -1.0)
+        return {"by a view": row, "by itself": values, "never": x}[name] + values.clone()
+
+    def edit(module: fx.GraphModule) -> None:
+        write, clone = node_of(module, torch.Tensor.masked_fill_), node_of(module, torch.Tensor.clone)
+        with module.graph.inserting_before(write):
+            value = made(module.graph.call_method("masked_fill", write.args), write)
+        clone.args = (value, *clone.args[1:])
+        module.graph.erase_node(write)
+
+    told, unproven = edited(program, edit, torch.randn(2, 9), torch.ones(1))
+    assert (bool(told), unproven) == (name != "never", [])
+
+
 def test_a_nan_gradient_must_stay_nan() -> None:
     def program(x: Tensor, a: Tensor) -> Tensor:
         return torch.where(x > 0.5, torch.sqrt(x - 0.5), a)

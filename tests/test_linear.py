@@ -644,6 +644,29 @@ def test_zero_points_that_are_computed_from_integers_are_right(name):
     assert not [event for event in backend.report.events if event.code == "REWRITE_FAILED"]
 
 
+@pytest.mark.parametrize("order", [slice(None), [0, 4, 1, 5, 2, 6, 3, 7]], ids=["in order", "interleaved"])
+@pytest.mark.parametrize("cut", ["shifted to int8", "int32", "int16"])
+def test_zero_points_may_be_narrow_integers_that_the_numbers_are_too(cut, order):
+    """AWQ: eight numbers of four bits in a word, in an order of their own, less zero points that are packed alike."""
+
+    def unpacked(words):
+        numbers = torch.bitwise_right_shift(words[:, :, None], torch.arange(0, 32, 4, dtype=torch.int32))
+        numbers = numbers.to({"shifted to int8": torch.int8, "int16": torch.int16}.get(cut, torch.int32))
+        return torch.bitwise_and(numbers[:, :, order].flatten(1), 15)
+
+    def function(x, packed, zero, scale):
+        less = unpacked(packed) - unpacked(zero).repeat_interleave(16, dim=0)
+        return x @ (less * scale.repeat_interleave(16, dim=0))
+
+    generator = torch.Generator().manual_seed(5)
+    packed, zero = (torch.randint(-(2**31), 2**31 - 1, (rows, 2), generator=generator).int() for rows in (32, 2))
+    scale = torch.rand(2, 16, generator=generator)
+    found, backend = rewritten(function, X, packed, zero, scale)
+    assert [match.kernel for match in backend.report.matches] == ["lz.cpp_linear"], backend.why_not()
+    assert not backend.report.events, backend.why_not()
+    torch.testing.assert_close(found, function(X, packed, zero, scale), rtol=1e-4, atol=1e-3)
+
+
 def test_a_stored_weight_may_be_read_by_others():
     """Two layers with one weight, each of which converts it."""
 

@@ -642,6 +642,11 @@ def test_short_loops_are_kept_unless_their_step_is_special():
     function, inputs = moving_average(17), sequences(B, 17, D)
     backend = rolled(function, *inputs, policy="keep")
     assert [loop.kept.code for loop in backend.loops] == ["LOOPS_KEPT"]
+    assert "nothing is known of its step" in backend.loops[0].kept.message
+    function, few = moving_average(13), sequences(B, 13, D)
+    (loop,) = rolled(function, *few, policy="keep", is_special=lambda *_: pytest.fail("it is too short")).loops
+    assert "kernels are for loops over time, of 8 steps or more (16 where none has a product)" in loop.kept.message
+    function = moving_average(17)
     asked: list[fx.Node] = []
 
     def is_special(scan: fx.Node, _ambient: object) -> bool:

@@ -118,7 +118,7 @@ def _softmax_leaf(region: Region, expression: sympy.Expr) -> sympy.Symbol | None
 def _without_sink(effects: Effects, leaf: Leaf) -> tuple[fx.Node, fx.Node] | None:
     """``(softmax, cat)`` where the leaf is a softmax over scores with one column more, without that column."""
     call = effects.calls[leaf.node]
-    if call is None or not _is_leading(call) or tensor_of(call.input) is None:
+    if call is None or _dropped(call) is None or tensor_of(call.input) is None:
         return None
     whole = effects.calls.get(call.input)
     while whole is not None and whole.name in ("to", "type_as", "dropout", "float"):
@@ -132,13 +132,17 @@ def _without_sink(effects: Effects, leaf: Leaf) -> tuple[fx.Node, fx.Node] | Non
     return (whole.node, joined.node) if sizes[:-1] == kept[:-1] and sizes[-1] - kept[-1] == 1 else None
 
 
-def _is_leading(call: Call) -> bool:
-    """Whether the call takes the first columns, up to wherever."""
-    if call.name == "narrow":
-        return call.get("start") == 0  # type: ignore[no-any-return]
+def _dropped(call: Call) -> int | None:
+    """Which of two parts a call leaves out that takes all columns but one: the second, or the first (0) if that is one."""
     index = call.arguments.get("#1") if call.name == "getitem" else None
     last = index[-1] if isinstance(index, tuple) and index else index
-    return isinstance(last, slice) and last.start in (None, 0) and last.step in (None, 1)
+    if call.name == "narrow":
+        last = slice(call.get("start"), None)
+    if not isinstance(last, slice) or last.step not in (None, 1) or not isinstance(last.start, int | None):
+        return None
+    if last.start == 1:  # an end would count the column
+        return 0 if last.stop is None else None
+    return 1 if last.start in (None, 0) else None
 
 
 def _through_shift(effects: Effects, node: fx.Node) -> fx.Node:
@@ -189,12 +193,15 @@ def _with_sink(region: Region, leaf: Leaf, joined: fx.Node, gain: sympy.Expr) ->
     parts = call.get("tensors")
     if len(parts) != 2 or call.get("dim", 0) % len(leaf.dims) != len(leaf.dims) - 1:
         raise RefusedError("SINK_NOT_UNDERSTOOD", "the extra column is not one column of keys", "append one column")
-    column = tensor_of(parts[1])
+    behind = region.effects.calls[leaf.node]
+    place = None if behind is None else _dropped(behind)
+    assert place is not None, "a column is dropped"
+    column = tensor_of(parts[place])
     if column is None or shape_of(column)[-1] != 1:
         raise RefusedError("SINK_NOT_UNDERSTOOD", "more than one column is appended to the scores", "append one column")
-    scores = region.express(parts[0], leaf.dims, joined)
+    scores = region.express(parts[1 - place], leaf.dims, joined)
     region.interior.setdefault(leaf.node, leaf.dims)  # its slice may spell out the number of keys
-    return Probabilities(scores, leaf.dims, gain, sinks=Leaf(parts[1], (*leaf.dims[:-1], ())))
+    return Probabilities(scores, leaf.dims, gain, sinks=Leaf(parts[place], (*leaf.dims[:-1], ())))
 
 
 def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: tuple[Axis, ...]) -> Probabilities:
@@ -210,7 +217,7 @@ def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: 
         raise RefusedError(
             "EPSILON_IN_DENOMINATOR",
             f"the sum of exponentials is not the denominator by itself ({denominator})",
-            "divide by the sum alone; subtract the maximum for stability",
+            "divide by the sum alone, or have the logarithm of what is added as one more score, which is dropped behind",
         )
     summand = _summand(region, total, dims, keys)
     gain = _ratio(expression, total, summand, region.effects.name(region.leaves[total].node) == "logsumexp")

@@ -155,7 +155,7 @@ class Reader(Generic[Made]):
                 return None
             gain = divided
         kept = sympy.factor(inner.keep * found.keep)
-        if kept != 1 and not self.region.axes_in(rest := sympy.cancel(gain / kept)) & set(keys):
+        if kept != 1 and not self.region.axes_in(rest := sympy.cancel(gain / kept)) & set(atoms(keys)):
             gain, found = rest, replace(found, is_masked_again=True)
         self._check_gain(gain, keys)
         return self._checked(replace(read, probabilities=found, gain=gain))
@@ -180,7 +180,7 @@ class Reader(Generic[Made]):
         )
 
     def _check_gain(self, gain: sympy.Expr, keys: tuple[Axis, ...]) -> None:
-        if self.region.axes_in(gain) & set(keys) or gain.has(INFINITY):
+        if self.region.axes_in(gain) & set(atoms(keys)) or gain.has(INFINITY):
             raise RefusedError(
                 "PROBABILITIES_CHANGED",
                 "the probabilities are weighted along the keys after the softmax",

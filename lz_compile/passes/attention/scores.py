@@ -350,7 +350,10 @@ def mixed_scores(region: Region, found: Scores, keys: tuple[Axis, ...]) -> bool:
     if not is_weight(found.query.node):
         return False
     expression = region.express(found.key.node, found.key.dims, found.leaf.node)
-    inner = read(region, expression, keys)
+    try:
+        inner = read(region, expression, keys)
+    except RefusedError:  # features by a function of their own, as of additive attention: no scores
+        return False
     if inner is None or is_weight(inner.query.node) or is_weight(inner.key.node):
         return False
     return set(atoms(found.summed)) <= set(axes_of(inner.query.dims)) & set(axes_of(inner.key.dims))

@@ -40,8 +40,9 @@ def shared_otherwise(stretch: Stretch, original: Ran, edited: Ran) -> Iterator[s
     Raises:
         WrittenBehind: there are such, one of which is written behind.
     """
-    nodes = [*(old for old, _ in stretch.read), *original.inputs]
-    sides = [[*ran.values, *(ran.inputs[node] for node in original.inputs)] for ran in (original, edited)]
+    inputs = [node for node in original.inputs if not _is_done_with(node, stretch)]
+    nodes = [*(old for old, _ in stretch.read), *inputs]
+    sides = [[*ran.values, *(ran.inputs[node] for node in inputs)] for ran in (original, edited)]
     overwritten_behind, leaving = written(stretch.behind), _leaving(stretch)
     pairs = (_in_one_storage(side, len(stretch.read)) for side in sides)
     for first, second in sorted(set().union(*pairs)):
@@ -176,7 +177,7 @@ def differences(stretch: Stretch, original: Ran, edited: Ran, rounding: Rounding
     inputs = {
         node: each
         for node, each in original.inputs.items()
-        if _is_small(each) or not overwritten.isdisjoint(memories_of(node))
+        if (_is_small(each) or not overwritten.isdisjoint(memories_of(node))) and not _is_done_with(node, stretch)
     }
     scale = cache(lambda: _scale(tensors_in([original.values, list(inputs.values())])))
     for (old, new), one, other in zip(stretch.read, original.values, edited.values, strict=True):
@@ -198,6 +199,12 @@ def differences(stretch: Stretch, original: Ran, edited: Ran, rounding: Rounding
             )
         elif one is not None and other is not None:
             yield from _apart(name, one, other, largest, rounding)
+
+
+def _is_done_with(node: fx.Node, stretch: Stretch) -> bool:
+    """Whether nobody reads the memory of what was made ahead after the edit, by whichever name: it may hold anything."""
+    memory = memories_of(node)
+    return bool(memory) and stretch.held.isdisjoint(memory)
 
 
 def _scale(values: Sequence[torch.Tensor]) -> float:

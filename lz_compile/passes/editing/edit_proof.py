@@ -60,7 +60,8 @@ def unlike_loop(module: Snapshot, scan: fx.Node) -> Verdict:
     """Hold PyTorch's own operator against the loop that edits are proven with in its place, gradients included."""
     place = next(place for place, was in enumerate(module.nodes) if was.node is scan)
     ahead, call, behind = module.nodes[:place], (module.nodes[place],), module.nodes[place + 1 :]
-    stretch = Stretch(tuple(ahead), call, call, tuple(behind), ((scan, scan),))
+    kept = frozenset(operand for was in behind for operand in operands_of(was))
+    stretch = Stretch(tuple(ahead), call, call, tuple(behind), ((scan, scan),), kept)
     try:
         trial = _Trial(stretch, module, module, ("like", "operator"))
         with frames.apart():

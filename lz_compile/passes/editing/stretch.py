@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import fx
 
 from lz_compile.passes.graph.snapshot import Was, same
+from lz_compile.passes.graph.view import memories_of
 
 #: Calls that open and close something: what opens in a stretch closes in it.
 _PAIRS = {
@@ -28,7 +30,8 @@ _PAIRS = {
 class Stretch:
     """Calls before and after an edit; ``read`` pairs what is read of them behind: a value then, and the one in its place.
 
-    ``ahead`` and ``behind`` are the calls around it, which are the same but for the values that they read.
+    ``ahead`` and ``behind`` are the calls around it, which are the same but for the values that they read: those behind
+    read ``kept`` after the edit.
     """
 
     ahead: tuple[Was, ...]
@@ -36,6 +39,13 @@ class Stretch:
     after: tuple[Was, ...]
     behind: tuple[Was, ...]
     read: tuple[tuple[fx.Node, fx.Node], ...]
+    kept: frozenset[fx.Node]
+
+    @cached_property
+    def held(self) -> frozenset[int]:
+        """The memory of the caller's tensors, and of what was made ahead and is read behind."""
+        nodes = (was.node for was in self.ahead if was.op in ("placeholder", "get_attr") or was.node in self.kept)
+        return frozenset(memory for node in nodes for memory in memories_of(node))
 
 
 def edited_stretch(before: Sequence[Was], after: Sequence[Was], ahead: int, behind: int) -> Stretch | None:
@@ -73,6 +83,7 @@ def edited_stretch(before: Sequence[Was], after: Sequence[Was], ahead: int, behi
         tuple(after[start : len(after) - behind]),
         tuple(before[len(before) - behind :]),
         tuple(pairs),
+        frozenset(operand for was in after[len(after) - behind :] for operand in operands_of(was)),
     )
 
 

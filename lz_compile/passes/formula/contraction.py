@@ -180,10 +180,8 @@ def read(region: Region, call: Call, dims: Dims) -> Contraction | None:
     """The contraction that ``call`` computes, given the axes of its result; None where it is none."""
     if call.name == "sum":
         return _multiply_sum(region, call, dims)
-    product = None if call.name in ("inner", "mv", "dot") else factors(call, dims)
+    product = factors(call, dims)
     if product is None or len(product.factors) != 2 or (call.name == "einsum" and not product.is_plain):
-        return None
-    if call.name not in ("einsum", "linear", "tensordot") and not all(len(own) > 1 for _, own in product.factors):
         return None
     left, right = (Factor(region.seen_by(call.node, node), own) for node, own in product.factors)
     found = Contraction(call, dims, left, right, product.summed)

@@ -26,7 +26,7 @@ from lz_compile.passes.linear import recogniser
 from lz_compile.passes.linear.bits import Indexed
 from lz_compile.passes.linear.form import brought, is_transposed
 from lz_compile.passes.linear.recogniser import Dequantised, Weight, storage_of
-from lz_compile.passes.linear.unpacked import numbers_of
+from lz_compile.passes.linear.unpacked import bounds_of, numbers_of
 from lz_compile.passes.masks.constants import Constants, hold_the_same
 from lz_compile.passes.proof.resize import NATIVE
 from lz_compile.passes.rewriting.builder import Builder
@@ -211,13 +211,12 @@ class LinearEmitter(TableEmitter):
 
     def match(self, op: str, core: Core, read: Mapping[fx.Node, Dims]) -> Match:
         """The finished match."""
-        weight, stored = self.weight, known_tensor(self.weight.leaf.node)
-        unpacked = weight.unpacked
+        weight, unpacked = self.weight, self.weight.unpacked
         inputs = {self.given.node: Input(self.given.dims)}
         leaves = weight.region.leaves_in(*meaning(weight).values()).values()
         for leaf in (*leaves, *(each for each in (self.bias, weight.codebook) if each is not None)):
-            inputs.setdefault(leaf.node, Input(leaf.dims, range=_range(known_tensor(leaf.node))))
-        drawn = _range(stored) if unpacked is None else (float(unpacked.bounds[0]), unpacked.bounds[1] + 1.0)
+            inputs.setdefault(leaf.node, Input(leaf.dims, range=_range(weight.region.effects, leaf.node)))
+        drawn = _range(weight.region.effects, weight.leaf.node) if unpacked is None else _drawn(unpacked.bounds)
         inputs[weight.leaf.node] = Input(weight.leaf.dims, range=drawn)
         region, buffers = weight.region, tuple[fx.Node, ...]()
         if isinstance(region, Indexed):
@@ -258,9 +257,17 @@ def meaning(weight: Weight) -> dict[str, sympy.Expr]:
     return found
 
 
-def _range(tensor: torch.Tensor) -> tuple[float, float] | None:
-    """From which number on, and up to which, proofs draw what is stored."""
+def _range(effects: Effects, node: fx.Node) -> tuple[float, float] | None:
+    """From which number on, and up to which, proofs draw what is stored.
+
+    Integers beyond those that it holds would wrap around in the source, and in no kernel.
+    """
+    tensor = known_tensor(node)
     if tensor.dtype.is_floating_point:
         return (-8.0, 8.0) if tensor.dtype.itemsize == 1 else None
     limits = torch.iinfo(tensor.dtype)
-    return (float(max(limits.min, -128)), min(limits.max, 255) + 1.0)
+    return _drawn(bounds_of(effects, node) or (max(limits.min, -128), min(limits.max, 255)))
+
+
+def _drawn(bounds: tuple[int, int]) -> tuple[float, float]:
+    return float(bounds[0]), bounds[1] + 1.0

@@ -17,7 +17,7 @@ from lz_compile.passes.formula.parts import may_turn
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
-from lz_compile.passes.graph.view import known_tensor, tensor_operands
+from lz_compile.passes.graph.view import known_tensor, tensor_of, tensor_operands
 
 
 def turned_alike(
@@ -72,6 +72,6 @@ def _given(effects: Effects, node: fx.Node) -> fx.Node | None:
     while call is not None and (layout.rearranges(call) or call.name in ("index_select", "select")):
         node = call.input
         call = effects.calls.get(node)
-    tensor = known_tensor(node)
-    is_trained = isinstance(tensor, torch.nn.Parameter) or tensor.requires_grad
-    return None if call is not None or is_trained or tensor.dim() < 3 else node
+    tensor = tensor_of(node) if call is None else None  # a call may give several
+    is_trained = isinstance(tensor, torch.nn.Parameter) or (tensor is not None and tensor.requires_grad)
+    return None if tensor is None or is_trained or tensor.dim() < 3 else node

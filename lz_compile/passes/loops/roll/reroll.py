@@ -162,7 +162,10 @@ def _may_be_special(loop: Loop, policy: str) -> bool:
 
 def _too_short(loop: Loop, policy: str) -> Reason | None:
     if policy == "keep":
-        return Reason("LOOPS_KEPT", "layerzero.loops is 'keep', and nothing is known of its step")
+        limits = worthwhile.LEAST_CONTRACTIONS, worthwhile.LEAST_POINTWISE
+        few = "kernels are for loops over time, of {} steps or more ({} where none has a product)".format(*limits)
+        why = "nothing is known of its step" if _may_be_special(loop, policy) else few
+        return Reason("LOOPS_KEPT", f"layerzero.loops is 'keep', and {why}")
     steps = loop.steps.count
     graph = len(loop.steps.program.nodes) * (2 if loop.has_gradient else 1)
     least = worthwhile.WORTHWHILE_STEPS if loop.has_streams else worthwhile.WORTHWHILE_ITERATIONS
