@@ -3,7 +3,7 @@
 The models have the shapes of well-known ones (`benchmarks/shapes.py`) and random weights; attention is spelled out
 ("eager" in transformers).
 
-    python -m benchmarks.models [--models llama bert] [--lengths 512 2048] [--dtypes bfloat16] [--quick]
+    python -m benchmarks.models [--models llama bert] [--lengths 512 2048] [--dtypes bfloat16] [--add] [--quick]
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def run_case(publication: Publication, name: str, size: Size, settings: argparse
     prepared = prepare(compiled(model), lambda function: function(**inputs))
     timings = measure(prepared.variants, settings.device, rounds=settings.rounds)
     case = {"model": name, "dtype": str(size.dtype).removeprefix("torch."), "length": size.length}
-    publication.add_timings(case, prepared, timings)
+    publication.add_timings(case, prepared, timings, date=publication.record["date"])
 
 
 def main() -> None:
@@ -37,9 +37,13 @@ def main() -> None:
     options.add_argument("--models", nargs="+", choices=list(SHAPES), default=list(SHAPES))
     options.add_argument("--layers", type=int, default=4)
     options.add_argument("--hidden", type=int, default=512, help="a multiple of 64")
+    options.add_argument("--add", action="store_true", help="to the rows of other models that are published")
     settings = parse(options, LENGTHS)
     sizes = {"layers": settings.layers, "hidden": settings.hidden, "batch": settings.batch}
     publication = Publication("models", settings.device, is_quick=settings.quick, **sizes)
+    if settings.add:
+        publication.resume()
+        publication.rows[:] = [row for row in publication.rows if row["case"]["model"] not in settings.models]
     for name, dtype, length in itertools.product(settings.models, settings.dtypes, settings.lengths):
         with torch.no_grad():
             run_case(publication, name, Size(length, dtype=dtype, **sizes), settings)
