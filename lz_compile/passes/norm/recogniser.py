@@ -8,6 +8,7 @@ What becomes superfluous, and what that is to a kernel, is asked of what was fou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -188,8 +189,10 @@ def _of_several(
     others = (node for node in at if at[node] > at[anchor] and _is_of_squares(effects, calls.get(node)))
     first = min((at[node] for node in others), default=None)
     late = [each for each in reversed(results) if first is not None and at[each] > first]
-    for source in sources(effects, anchor) if late else ():
-        for output in (each for each in late if _size(each) == _size(source)):
+    counts = Counter(effects.numbers.values())
+    for source in sources(effects, anchor):
+        is_twice = counts[effects.numbers.get(source, -1)] > 1  # then reading tells that both meet in a result
+        for output in (each for each in (results[::-1] if is_twice else late) if _size(each) == _size(source)):
             try:
                 read = known[source, output] if (source, output) in known else Read.of(effects, source, output)
             except (RefusedError, MutatedError, LayoutError):
