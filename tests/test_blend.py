@@ -511,3 +511,25 @@ UNRANKED: Mapping[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", UNRANKED)
 def test_what_is_nearly_one_of_the_two_largest_is_none(name: str) -> None:
     assert _statistics(UNRANKED[name], torch.randn(3, 9)) == []
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_weight_that_was_made_without_gradients_gives_none_to_what_it_is_made_of(is_whole: bool) -> None:
+    def function(h: Tensor, s: Tensor, a: Tensor, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            top = x.topk(2).values
+            weight = ((a if is_whole else 1.7) * torch.sigmoid(4 * (top[:, 0] - top[:, 1])))[:, None]
+        return weight * s + (1 - weight) * h.detach()
+
+    inputs = tuple(torch.randn(shape, requires_grad=True) for shape in ((4, 6), (4, 6), (), (4, 9)))
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"blend": "torch.blend"})
+    out = torch.compile(function, backend=backend)(*inputs)
+    assert any(match.rewritten and match.attributes["mode"] != "margin" for match in backend.report.matches), (
+        backend.why_not()
+    )
+    found, wanted = (
+        torch.autograd.grad(each.square().sum(), inputs, allow_unused=True) for each in (out, function(*inputs))
+    )
+    assert [each is None for each in found] == [each is None for each in wanted] == [True, False, True, True]
+    torch.testing.assert_close(found[1], wanted[1])

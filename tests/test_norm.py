@@ -767,3 +767,20 @@ def test_what_nobody_reads_does_not_stand_in_the_way() -> None:
     x = torch.randn(5, 16)
     torch.testing.assert_close(torch.compile(norm, backend=backend, fullgraph=True)(x), norm(x))
     assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+
+
+def test_a_row_that_gets_a_dimension_in_place_after_a_product_read_it_is_no_fault() -> None:
+    """Dynamo notes its later shape: a product of matrices has an operand with more dimensions than its result."""
+
+    def function(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 1.0
+        y *= (y.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt()
+        z = w @ y
+        y.unsqueeze_(0)
+        return y, z.view_as(y)
+
+    torch._dynamo.reset()
+    backend, inputs = Rewriting(), (torch.randn(6, 6), torch.randn(6, 6))
+    for one, other in zip(torch.compile(function, backend=backend)(*inputs), function(*inputs), strict=True):
+        torch.testing.assert_close(one, other)
+    assert not [event for event in backend.report.events if event.code == "RECOGNISER_FAILED"], backend.why_not()

@@ -19,6 +19,7 @@ from lz_compile.passes.formula.pieces import Piece
 from lz_compile.passes.formula.pointwise import AT_LEAST, AT_MOST, BENDS, Rule, is_read
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 _MARGIN, _EXP, _SECOND = sympy.Symbol("margin", real=True), sympy.Symbol("t", positive=True), sympy.Symbol("second")
@@ -104,7 +105,12 @@ class Gates:
         return not self.depends(node) and (call is None or constant_value(call) is None)
 
     def read(
-        self, weight: sympy.Expr, leaves: Mapping[sympy.Symbol, Sequence[Leaf]], others: tuple[Leaf, ...]
+        self,
+        weight: sympy.Expr,
+        leaves: Mapping[sympy.Symbol, Sequence[Leaf]],
+        others: tuple[Leaf, ...],
+        *,
+        records: bool,
     ) -> Gate | None:
         """The gate in a weight, of which each symbol may be computed several times.
 
@@ -112,6 +118,7 @@ class Gates:
             weight: over the symbols of ``leaves``.
             leaves: the values of a symbol, all the same.
             others: tensors whose axes are known, and that may be the logits.
+            records: whether gradients are recorded where the weight is read: what was made without them is detached.
         """
         detached: list[fx.Node] = []
         functions = {**BENDS, "detach": _through(detached), "getitem": _only_one, "select": _only_one}
@@ -121,8 +128,13 @@ class Gates:
             for symbol in weight.free_symbols & leaves.keys()
         }
         logits = logits_of(region, self.ranks, others)
-        wants = [tensor_of(leaf.node) for leaf in region.leaves.values() if leaf.node not in self.ranks]
-        wants += [tensor_of(leaf.node) for symbol in values for leaf in leaves[symbol]]
+        nodes, of_values = (
+            [leaf.node for leaf in region.leaves.values()],
+            [leaf.node for symbol in values for leaf in leaves[symbol]],
+        )
+        wants = [tensor_of(node) for node in (*(node for node in nodes if node not in self.ranks), *of_values)]
+        made = (*of_values, *region.interior, *(node for node in nodes if node in self.ranks)) if records else ()
+        detached += [node for node in made if not grad_enabled(self.effects.ambient(node))]
         if logits is None or (detached and any(each is not None and each.requires_grad for each in wants)):
             return None
         read = {symbol: [margin_in(each, region, self.ranks) for each in same] for symbol, same in values.items()}

@@ -25,6 +25,7 @@ from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, broadcast_from, fresh, resolve
 from lz_compile.passes.formula.expressions import is_cast, reduce_indicators
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of
 
@@ -173,7 +174,8 @@ def _read(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Blend:
     if not form.is_soft and not is_zero(of_host - expected):
         raise LayoutError("the weights are along different dimensions")
     leaves = {symbols[0]: [region.leaves[symbol] for symbol in symbols] for symbols in alike}
-    gate, is_gated = _gate(forms, leaves, of_seed, (region.leaves[seed], region.leaves[host]))
+    records = grad_enabled(effects.ambient(anchor))
+    gate, is_gated = _gate(forms, leaves, of_seed, (region.leaves[seed], region.leaves[host]), records=records)
     weights = Weights(region, of_seed, of_host if form.is_soft else None, gate)
     used = {seed, host, *((of_seed.free_symbols | of_host.free_symbols) if gate is None else ())}
     copies = {
@@ -243,7 +245,12 @@ def _only_leaf(
 
 
 def _gate(
-    forms: Forms, leaves: Mapping[sympy.Symbol, list[Leaf]], weight: sympy.Expr, tensors: tuple[Leaf, ...]
+    forms: Forms,
+    leaves: Mapping[sympy.Symbol, list[Leaf]],
+    weight: sympy.Expr,
+    tensors: tuple[Leaf, ...],
+    *,
+    records: bool,
 ) -> tuple[Gate | None, bool]:
     """The gate in a weight, and whether there is any, of whatever form."""
     gates = forms.gates
@@ -252,7 +259,7 @@ def _gate(
     symbols = weight.free_symbols & leaves.keys()
     if not any(gates.depends(leaves[symbol][0].node) for symbol in symbols):
         return None, False
-    return gates.read(weight, leaves, tensors), True
+    return gates.read(weight, leaves, tensors, records=records), True
 
 
 def _softmax_after(effects: Effects, anchor: fx.Node) -> fx.Node | None:

@@ -18,6 +18,7 @@ from lz_compile.passes.formula.equal_values import numbers
 from lz_compile.passes.formula.expressions import constant_value, is_cast, specialised
 from lz_compile.passes.formula.projections import is_moved
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import EMITTED, Call, is_boolean, is_integer, reached, tensor_of, value_of
 
 #: The factors of a product, in the order of their names, as often as they occur.
@@ -99,7 +100,7 @@ class Sums:
     def is_sum(self, call: Call) -> bool:
         """Whether a call adds, multiplies, casts or rearranges."""
         tensor = tensor_of(call.node)
-        if tensor is None or EMITTED in call.node.meta:
+        if tensor is None or EMITTED in call.node.meta or self._is_cut_off(call.node):
             return False
         if call.name == "where":
             return chooses_numbers(call)
@@ -110,6 +111,11 @@ class Sums:
         if call.name in BOUNDING:
             return self.limits(call.node) is not None
         return call.name in _ARITHMETIC or is_moved(call)
+
+    def _is_cut_off(self, node: fx.Node) -> bool:
+        """Whether a value was made without gradients, and is read where they are recorded: what it is made of gets none."""
+        ambient = self.effects.ambient
+        return not grad_enabled(ambient(node)) and any(grad_enabled(ambient(user)) for user in node.users)
 
     def of(self, anchor: fx.Node, cuts: Collection[fx.Node], *, is_lenient: bool = False) -> Terms | None:
         """The terms of an anchor, of which ``cuts`` are factors; None where there are too many.

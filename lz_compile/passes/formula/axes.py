@@ -123,6 +123,12 @@ def regroup(axes: Iterable[Axis], shape: Sequence[Size]) -> Dims:
 
 
 def broadcast_from(dims: Dims, shape: Sequence[Size]) -> Dims:
-    """The dims of an operand of ``shape`` that was broadcast to a result with ``dims`` (aligned at the right)."""
+    """The dims of an operand of ``shape`` that was broadcast to a result with ``dims`` (aligned at the right).
+
+    Raises:
+        LayoutError: it has more dimensions, as one that got another in place since.
+    """
+    if len(shape) > len(dims):
+        raise LayoutError(f"{len(shape)} dimensions are not broadcast to {len(dims)}")
     tail = dims[len(dims) - len(shape) :] if shape else ()
     return tuple(() if size == 1 else dim for dim, size in zip(tail, shape, strict=True))
