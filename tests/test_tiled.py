@@ -19,7 +19,8 @@ from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.attributes import decode, encode
 from lz_compile.lowering.bands import Band, Reach
 from lz_compile.lowering.kernels.attention import tiled
-from lz_compile.lowering.kernels.attention.tiles import TILE_BYTES, Problem, Tile, fill_where
+from lz_compile.lowering.kernels.attention.bit_fills import fill_where
+from lz_compile.lowering.kernels.attention.tiles import TILE_BYTES, Problem, Tile
 from lz_compile.lowering.kernels.attention.token_major import Operands
 from lz_compile.lowering.ops import attention as attention_op
 

@@ -203,13 +203,17 @@ def tensor(value: Any) -> torch.Tensor:
     return value if isinstance(value, torch.Tensor) else torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
-_TORCH: Mapping[Any, Callable[..., torch.Tensor]] = {
-    sympy.Pow: torch.pow,
+#: What PyTorch calls functions of one value.
+FUNCTIONS: Mapping[Any, Callable[..., torch.Tensor]] = {
     sympy.exp: torch.exp,
     sympy.log: torch.log,
     sympy.tanh: torch.tanh,
     sympy.erf: torch.erf,
     sympy.Abs: torch.abs,
+}
+_TORCH: Mapping[Any, Callable[..., torch.Tensor]] = {
+    **FUNCTIONS,
+    sympy.Pow: torch.pow,
     AT_LEAST: torch.maximum,
     AT_MOST: torch.minimum,
     ABOVE: lambda x, y: (x > y).double(),

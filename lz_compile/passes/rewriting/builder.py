@@ -24,6 +24,7 @@ from lz_compile.ground.sizes import as_size, product
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
 from lz_compile.passes.formula.expressions import INFINITY
+from lz_compile.passes.formula.pointwise import FUNCTIONS
 from lz_compile.passes.graph.emitter import provenance
 from lz_compile.passes.graph.modes import Ambient, faking
 from lz_compile.passes.graph.refusal import hold
@@ -263,7 +264,7 @@ class Builder:
             return result
         if isinstance(expression, sympy.Pow):
             return operator.pow(*operands)
-        function = _FUNCTIONS.get(expression.func)
+        function = FUNCTIONS.get(expression.func)
         if function is None:
             raise LookupError(f"no torch function for {expression.func}")
         return function(*operands)
@@ -272,13 +273,6 @@ class Builder:
         value = self.value(leaf.node)
         tensor = tensor_of(leaf.node)
         return value if tensor is None or not tensor.dim() else self.arrange(value, leaf.dims, groups)
-
-
-_FUNCTIONS: Mapping[Any, Callable[..., Any]] = {
-    sympy.exp: torch.exp,
-    sympy.log: torch.log,
-    sympy.tanh: torch.tanh,
-}
 
 
 def _is_flat(dims: Dims) -> bool:
