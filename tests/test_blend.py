@@ -117,6 +117,20 @@ def test_both_weights_of_a_gated_blend_may_be_bounded() -> None:
     torch.testing.assert_close(out, function(*inputs))
 
 
+@pytest.mark.parametrize("function", [torch.abs, torch.erf])
+def test_a_gate_may_be_a_function_of_a_weight(function: Callable[[Tensor], Tensor]) -> None:
+    def blended(h: Tensor, s: Tensor, a: Tensor, x: Tensor) -> Tensor:
+        top = x.topk(2).values
+        weight = function(a * torch.sigmoid(4 * (top[:, 0] - top[:, 1])))[:, None]
+        return (1 - weight) * h.detach() + weight * s
+
+    inputs = torch.randn(4, 6), torch.randn(4, 6, requires_grad=True), torch.tensor(-0.3), torch.randn(4, 9)
+    out, backend = _run(blended, *inputs)
+    assert backend.report.matches and all(match.rewritten for match in backend.report.matches), backend.why_not()
+    assert not backend.report.events, backend.report.events
+    torch.testing.assert_close(out, blended(*inputs))
+
+
 @pytest.mark.parametrize("host", SPREAD)
 def test_a_host_may_be_smaller_than_the_seed(host: str) -> None:
     for mode, mixed in (("channel", "lerp"), ("confidence", "delta")):
