@@ -229,9 +229,9 @@ def test_what_depends_on_very_many_conditions_is_not_read() -> None:
             found = found ^ (key * step <= query * (step + 1) + 3)
         return found
 
-    start = time.perf_counter()
+    start = time.process_time()  # the processor's: others may have it meanwhile
     assert data_in(read(ask(tangled, named(tangled, SIZES[0]), dynamic=DYNAMIC)))
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_what_is_computed_in_very_many_steps_is_not_read() -> None:
