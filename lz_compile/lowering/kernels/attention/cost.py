@@ -26,8 +26,9 @@ _FUSED_BLOCK = 512
 #: What PyTorch's kernel takes for one query where the heads of a token lie next to each other, as projections leave them.
 _INTERLEAVED = 1.25
 
-#: What a band and a boolean mask take of a softmax in Inductor's C++, and a mask that a kernel makes numbers of first.
-_BAND, _BOOLEANS, _NUMBERS = 1.8, 4.0, 0.6
+#: What a band and a boolean mask take of a softmax in Inductor's C++, and each where a kernel makes numbers of it first.
+_BAND, _BOOLEANS = 1.8, 4.0
+_BAND_NUMBERS, _NUMBERS = 0.3, 0.6
 #: What PyTorch's tanh takes of a softmax, in C++ and in Inductor's code alike (an EPYC with AVX-512); kernels of ours have
 #: others (capping.py).
 _TANH = 3.3
@@ -145,7 +146,7 @@ def _blocked(x: _Shape) -> Work:
     """Blocks of queries that Inductor compiles; conditions are looked at where a block meets the diagonal."""
     block = max(BLOCK, x.queries / MAX_KINDS) if "causal" in x.features else BLOCK
     seen, causal = x.seen(block), min(1.0, block / x.keys)
-    band, boolean = (_BAND, _BOOLEANS) if x.scores < FEWEST else (0.3, _NUMBERS)
+    band, boolean = (_BAND, _BOOLEANS) if x.scores < FEWEST else (_BAND_NUMBERS, _NUMBERS)
     points = x.scores * seen * (1.2 + x.conditions(band * causal, boolean, 0.3, 1.0 if x.is_half else 1.7))
     if x.queries <= _FEW:
         if x.groups == 1:
