@@ -17,11 +17,11 @@ from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.passes.editing.edit import RefutedError, Rewrite, apply
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.loops.recurrence import states as scan_states
+from lz_compile.passes.loops.recurrence import plan as scan_plan
 from lz_compile.passes.loops.recurrence.distribute import Distributed, distribute, shown_on_few_steps, why_unknown
 from lz_compile.passes.loops.recurrence.step_trace import SCAN
 from lz_compile.passes.rewriting.match import Match
-from lz_compile.passes.scan.recogniser import recognise
+from lz_compile.passes.scan.matching import matches
 
 
 class Apart:
@@ -106,7 +106,7 @@ def _refused(step: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> str:
         assert list(distribute(module)) == []
         (node,) = module.graph.find_nodes(op="call_function", target=SCAN)
         miss = why_unknown(node, Effects(node.graph).ambient(node))
-        found = list(recognise(module.graph, Effects(module.graph)))
+        found = list(matches(module.graph, Effects(module.graph)))
         assert miss is not None
         assert not any(isinstance(each, Match) for each in found)
         texts.append(miss.reason.message)
@@ -201,13 +201,13 @@ def test_the_formula_says_what_was_found():
 def test_loops_of_equal_layers_are_read_once(monkeypatch):
     family = KNOWN["kda_gates_inside"]
     traced: list[object] = []
-    inner = scan_states.trace_step
+    inner = scan_plan.trace_step
 
     def counting(*arguments: Any) -> Any:
         traced.append(arguments)
         return inner(*arguments)
 
-    monkeypatch.setattr(scan_states, "trace_step", counting)
+    monkeypatch.setattr(scan_plan, "trace_step", counting)
     init, (q, k, v, a, b) = inputs(family)
 
     def layers(q: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 import lz_compile as lz
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.scan.recogniser import scan_calls
+from lz_compile.passes.scan.calls import scan_calls
 
 B, T, H, K, V = 2, 20, 2, 4, 5
 

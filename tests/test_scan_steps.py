@@ -20,7 +20,7 @@ from lz_compile.passes.loops.recurrence.distribute import distribute
 from lz_compile.passes.proof.validate import validate
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import Recipes, splice
-from lz_compile.passes.scan.recogniser import recognise
+from lz_compile.passes.scan.matching import matches
 
 
 class Compiler:
@@ -36,7 +36,7 @@ class Compiler:
 
     def __call__(self, module: fx.GraphModule, _inputs: Any) -> Callable[..., Any]:
         self.apart.extend(distribute(module))
-        found = list(recognise(module.graph, Effects(module.graph)))
+        found = list(matches(module.graph, Effects(module.graph)))
         self.matches.extend(each for each in found if isinstance(each, Match))
         self.misses.extend(each for each in found if isinstance(each, NearMiss))
         if self.proves:

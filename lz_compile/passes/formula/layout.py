@@ -107,6 +107,15 @@ def spelled_out(index: Any, rank: int) -> list[Any] | None:
     return [*items, *whole] if at is None else [*items[:at], *whole, *items[at + 1 :]]
 
 
+def elements_of(index: Any, tensor: torch.Tensor) -> tuple[Any, ...] | None:
+    """An index with an element for each dimension (None: a new one), no ellipsis; None where it is not that simple."""
+    given = index if isinstance(index, tuple) else (index,)
+    if any(isinstance(each, (list, torch.Tensor, fx.Node)) for each in given):
+        return None
+    elements = spelled_out(index, tensor.dim())
+    return None if elements is None else tuple(elements)
+
+
 def _is_whole(item: slice, size: Any) -> bool:
     known = value_of(item.stop)
     stop = as_size(known) if isinstance(known, (int, torch.SymInt)) else None

@@ -30,9 +30,9 @@ from lz_compile.passes.inlining.memory import Memories, View, undone
 from lz_compile.passes.inlining.out_of_place import ACTIVATIONS, forgets, forms
 from lz_compile.passes.loops.roll.piece_values import piece_value
 from lz_compile.passes.loops.roll.piece_writes import is_overwritten, store_pieces
-from lz_compile.passes.loops.roll.search import LEAST_STEPS
-from lz_compile.passes.loops.roll.slices import elements_of, places_of
+from lz_compile.passes.loops.roll.slices import places_of
 from lz_compile.passes.loops.roll.steps import kind_of
+from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 from lz_compile.passes.sampling.ordering import ORDERING
 
 #: With nothing else written, and nothing to be read besides, graphs of convolutions are left alone: a proof runs them all.
@@ -230,7 +230,7 @@ class _Stage:
             or not self._is_cut_rarely(view)
         ):
             return None
-        elements = elements_of(node.args[1], old)
+        elements = layout.elements_of(node.args[1], old)
         cuts = [(dim, each) for dim, each in enumerate(elements or ()) if each != slice(None)]
         if elements is None or None in elements or len(cuts) != 1:
             return None

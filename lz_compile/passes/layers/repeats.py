@@ -19,7 +19,8 @@ from lz_compile.passes.formula import contraction
 from lz_compile.passes.graph.snapshot import same
 from lz_compile.passes.graph.view import memories_of, read, value_of
 from lz_compile.passes.graph.writes import DROPOUTS
-from lz_compile.passes.loops.roll.search import LEAST_STEPS, Program, Run, runs
+from lz_compile.passes.loops.roll.search import Program, Run, runs
+from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 
 #: A region of fewer calls costs more than it saves.
 LEAST_CALLS = 8

@@ -22,9 +22,9 @@ from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
 from lz_compile.passes.graph.view import known_tensor, tensor_of, value_of, where_of
 from lz_compile.passes.loops.recurrence.batched import Around, Batched
-from lz_compile.passes.loops.recurrence.plan import Part, Plan
+from lz_compile.passes.loops.recurrence.plan import Part, Plan, Readings
 from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, erase_scan, insert_scan, replace_results
-from lz_compile.passes.loops.recurrence.states import Readings, is_indicator, restated
+from lz_compile.passes.loops.recurrence.states import is_indicator, restated
 from lz_compile.passes.loops.recurrence.step_rules import moves_only
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
 from lz_compile.passes.loops.roll.scan_outputs import scans_of_ours
@@ -74,14 +74,14 @@ def distribute(
     scans = [node for node in module.graph.nodes if node.target is SCAN and node.users]
     effects = Effects(module.graph) if scans else None
     ambients = {node.name: effects.ambient(node) for node in scans if effects is not None}
-    readings = Readings(follows_masks=True)
+    readings = Readings(is_indicator)
     for name, ambient in ambients.items():
         # by name: an edit that is taken back leaves equal nodes, not the same ones
         node = next(each for each in module.graph.nodes if each.name == name)
         where = where_of(node)
         try:
             what = f"taking the loop at {where} apart"
-            tried = partial(_taken_apart, ambient=ambient, readings=Readings(follows_masks=True), is_short=None)
+            tried = partial(_taken_apart, ambient=ambient, readings=Readings(is_indicator), is_short=None)
             shown = shown_on_few_steps(node, ambient, what, tried)
             whole = is_short if name in ours and not shown else None
             take_apart = partial(_taken_apart, node, ambient, readings, whole)
@@ -139,7 +139,7 @@ def why_unknown(node: fx.Node, ambient: Ambient) -> NearMiss | None:
     try:
         if call is None:
             raise RefusedError("STEP_OPAQUE", "a loop reads or carries something that is no tensor", "carry tensors")
-        readings = Readings(follows_masks=True)
+        readings = Readings(is_indicator)
         found = restated(call, ambient, readings)
         found.undo()
         if found.plan is not None and found.plan.is_known:

@@ -6,7 +6,7 @@ structure, values are read as early as they can be: what follows is computed for
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
@@ -14,12 +14,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import needed, reached
-from lz_compile.passes.loops.recurrence.step_form import StepForm
+from lz_compile.ground.sizes import as_size
+from lz_compile.passes.graph.modes import Ambient
+from lz_compile.passes.graph.refusal import RefusedError, held_by
+from lz_compile.passes.graph.snapshot import described
+from lz_compile.passes.graph.view import needed, reached, value_of
+from lz_compile.passes.loops.recurrence.step_form import StepForm, read_step
 from lz_compile.passes.loops.recurrence.step_rules import moves_only
 from lz_compile.passes.loops.recurrence.step_sizes import elements
-from lz_compile.passes.loops.recurrence.step_trace import FREE
+from lz_compile.passes.loops.recurrence.step_trace import FREE, ScanCall, trace_step
 from lz_compile.passes.loops.recurrence.transition import Transition, transition_of
 
 aten = torch.ops.aten
@@ -101,9 +104,46 @@ class Plan:
         return self.has_known and all(part.transition is not None or part.is_delay for part in self.parts)
 
 
-def plan_of(form: StepForm) -> Plan:
-    """Take a loop apart, from what it gives back to what it is given."""
-    return _Planner(form).plan()
+@dataclass
+class Readings:
+    """Plans by what they depend on: equal loops (those of equal layers) are read once.
+
+    Inputs of which ``is_mask`` holds are numbers that were truth values, and are taken for such.
+    """
+
+    is_mask: Callable[[fx.Node], bool] = lambda _: False
+    _known: dict[str, Plan | RefusedError] = field(default_factory=dict)
+
+    def plan(self, call: ScanCall, ambient: Ambient) -> Plan:
+        """How a loop comes apart.
+
+        Raises:
+            RefusedError: its step cannot be read.
+        """
+        moving = (*call.xs, *call.given)
+        masks = [self.is_mask(node) for node in moving]
+        values = (_described(value_of(node)) for node in call.operands)
+        body = described(call.body.graph.nodes, held_by(call.body.graph.nodes))
+        key = "\n".join([f"{len(call.init)} {len(call.xs)} {ambient} {masks}", *values, *body])
+        if key not in self._known:
+            try:
+                step = trace_step(call, ambient)
+                inputs = zip((*step.slices, *step.given), masks, strict=True)
+                form = read_step(step, frozenset(node for node, is_mask in inputs if is_mask))
+                self._known[key] = _Planner(form).plan()
+            except RefusedError as refusal:
+                self._known[key] = refusal
+        found = self._known[key]
+        if isinstance(found, RefusedError):
+            raise found
+        return found
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return str(as_size(value))
+    shape, strides = ([as_size(each) for each in sizes] for sizes in (value.shape, value.stride()))
+    return f"{value.dtype} {value.device} {shape} {strides}"
 
 
 class _Planner:

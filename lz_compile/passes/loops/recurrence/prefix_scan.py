@@ -21,16 +21,15 @@ from torch import fx
 
 from lz_compile.ground import events
 from lz_compile.ground.isolation import isolated
-from lz_compile.ground.sizes import Size, as_size
+from lz_compile.ground.sizes import Size, as_size, shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, broadcast_from, fresh
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of, where_of
 from lz_compile.passes.loops.recurrence.prefix_scan_reads import StatesRead
-from lz_compile.passes.loops.roll.search import LEAST_STEPS
-from lz_compile.passes.loops.roll.worthwhile import LEAST_POINTWISE
+from lz_compile.passes.loops.roll.worthwhile import LEAST_POINTWISE, LEAST_STEPS
 from lz_compile.passes.proof.agreement import agree
 from lz_compile.passes.proof.running import Subgraph
 
@@ -360,12 +359,5 @@ def recurrence(decay: torch.Tensor | None, drive: torch.Tensor, dim: int, is_rev
 
 def dims_of(output: fx.Node, leaves: Sequence[fx.Node]) -> dict[fx.Node, Dims]:
     """One axis for each dimension of the output, and the same for the leaves where they do not broadcast."""
-    shape = [as_size(size) for size in known_tensor(output).shape]
-    axes = [Axis(size) for size in shape]
-    found: dict[fx.Node, Dims] = {
-        output: tuple(() if size == 1 else (axis,) for size, axis in zip(shape, axes, strict=True))
-    }
-    for leaf in leaves:
-        sizes = [as_size(size) for size in known_tensor(leaf).shape]
-        found[leaf] = tuple(() if size == 1 else (axis,) for size, axis in zip(sizes, axes, strict=True))
-    return found
+    dims = fresh(shape_of(known_tensor(output)))
+    return {output: dims, **{leaf: broadcast_from(dims, shape_of(known_tensor(leaf))) for leaf in leaves}}

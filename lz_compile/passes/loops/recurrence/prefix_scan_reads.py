@@ -20,12 +20,12 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, broadcast_from, fresh, renamed, resolve
 from lz_compile.passes.formula.contraction import PRODUCTS
 from lz_compile.passes.formula.expressions import CASTS, is_cast
+from lz_compile.passes.formula.layout import elements_of
 from lz_compile.passes.formula.pointwise import is_dead
 from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, tensor_operands
-from lz_compile.passes.loops.roll.slices import elements_of
 from lz_compile.passes.rewriting.core import find_core
 
 if TYPE_CHECKING:

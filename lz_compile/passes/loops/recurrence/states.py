@@ -1,7 +1,5 @@
 """The loops of one graph, taken apart, and in other states where no kernel can run them as they are.
 
-Equal loops (those of equal layers) are read once.
-
 Parts of a state that are updated apart become states of their own, states that depend on each other become one. What is
 tried is kept only where a kernel can run more of the loop then.
 """
@@ -15,75 +13,24 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula import layout, moves
 from lz_compile.passes.formula.expressions import CASTS
 from lz_compile.passes.formula.pieces import SPLITS
 from lz_compile.passes.graph.modes import Ambient, faking
-from lz_compile.passes.graph.refusal import RefusedError, held_by
-from lz_compile.passes.graph.snapshot import described
-from lz_compile.passes.graph.view import is_boolean, known_tensor, needed, reached, read, tensor_of, value_of
+from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.view import is_boolean, known_tensor, needed, reached, read, tensor_of
 from lz_compile.passes.loops.recurrence.batched import Around
-from lz_compile.passes.loops.recurrence.plan import Plan, plan_of
+from lz_compile.passes.loops.recurrence.plan import Plan, Readings
 from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, Rebuilt, Rewritten, rebuild
 from lz_compile.passes.loops.recurrence.state_parts import split_states
-from lz_compile.passes.loops.recurrence.step_form import StepForm, read_step
-from lz_compile.passes.loops.recurrence.step_trace import ScanCall, Step, insert, is_filled, trace_step, traced
+from lz_compile.passes.loops.recurrence.step_form import StepForm
+from lz_compile.passes.loops.recurrence.step_trace import ScanCall, insert, is_filled, trace_step, traced
 from lz_compile.passes.proof.running import Subgraph
-
-
-@dataclass
-class Readings:
-    """Plans by what they depend on. ``follows_masks``: inputs that are casts of truth values are taken for such."""
-
-    follows_masks: bool
-    _known: dict[str, Plan | RefusedError] = field(default_factory=dict)
-
-    def plan(self, call: ScanCall, ambient: Ambient) -> Plan:
-        """How a loop comes apart.
-
-        Raises:
-            RefusedError: its step cannot be read.
-        """
-        key = self._key(call, ambient)
-        if key not in self._known:
-            try:
-                step = trace_step(call, ambient)
-                masks = indicators_of(call, step) if self.follows_masks else frozenset[fx.Node]()
-                self._known[key] = plan_of(read_step(step, masks))
-            except RefusedError as refusal:
-                self._known[key] = refusal
-        found = self._known[key]
-        if isinstance(found, RefusedError):
-            raise found
-        return found
-
-    def _key(self, call: ScanCall, ambient: Ambient) -> str:
-        masks = [is_indicator(node) for node in (*call.xs, *call.given)] if self.follows_masks else []
-        values = [_described(value_of(node)) for node in call.operands]
-        sizes = len(call.init), len(call.xs)
-        return "\n".join(
-            [f"{sizes} {ambient} {masks}", *values, *described(call.body.graph.nodes, held_by(call.body.graph.nodes))]
-        )
-
-
-def _described(value: Any) -> str:
-    if not isinstance(value, torch.Tensor):
-        return str(as_size(value))
-    shape, strides = ([as_size(each) for each in sizes] for sizes in (value.shape, value.stride()))
-    return f"{value.dtype} {value.device} {shape} {strides}"
-
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 
 _MOVES = (moves.RULES.keys() - {"pad", "embedding", "as_strided"}) | SPLITS | CASTS
-
-
-def indicators_of(call: ScanCall, step: Step) -> frozenset[fx.Node]:
-    """The inputs of the step that are casts of truth values, however they were moved about since."""
-    pairs = zip((*step.slices, *step.given), (*call.xs, *call.given), strict=True)
-    return frozenset(inner for inner, outer in pairs if is_indicator(outer))
 
 
 def is_indicator(node: fx.Node) -> bool:

@@ -19,10 +19,10 @@ from lz_compile.passes.graph.view import known_tensor, memory_of, tensor_of, whe
 from lz_compile.passes.graph.writes import refuse_impure, refuse_transformed
 from lz_compile.passes.loops.roll.body import Body, Gathered, Numbers, Stream
 from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector, Use, buffers_of, collector_of, uses_of
-from lz_compile.passes.loops.roll.search import LEAST_STEPS
 from lz_compile.passes.loops.roll.slices import Slices
 from lz_compile.passes.loops.roll.step_graph import Result, StepGraph, step_graph
 from lz_compile.passes.loops.roll.steps import Steps
+from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 from lz_compile.passes.rewriting.core import wants_grad
 
 #: What a node of the source is in the graph that is emitted to.

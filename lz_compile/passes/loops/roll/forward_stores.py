@@ -27,7 +27,7 @@ from lz_compile.passes.graph.gradients import has_gradient, is_made_attached
 from lz_compile.passes.graph.modes import faking
 from lz_compile.passes.graph.view import known_tensor, memory_of, needed, tensor_of
 from lz_compile.passes.loops.roll.piece_writes import Piece, overlap, piece_of, store_pieces
-from lz_compile.passes.loops.roll.search import LEAST_STEPS
+from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 from lz_compile.passes.rewriting.core import wants_grad
 
 #: A tensor with more readers of pieces keeps what is stored twice.

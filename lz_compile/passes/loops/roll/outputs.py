@@ -8,10 +8,11 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
+from lz_compile.passes.formula.layout import elements_of
 from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import read, tensor_of
 from lz_compile.passes.graph.writes import NEW
-from lz_compile.passes.loops.roll.slices import Slices, cut, elements_of
+from lz_compile.passes.loops.roll.slices import Slices, cut
 from lz_compile.passes.loops.roll.steps import Made, Steps
 
 #: What is filled gives way to what is stacked, which lies as it does, not as strides say.

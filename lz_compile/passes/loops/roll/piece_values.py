@@ -23,7 +23,7 @@ from lz_compile.passes.formula.expressions import plain_number
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter
 from lz_compile.passes.graph.view import Call, known_tensor, read, tensor_of
-from lz_compile.passes.loops.roll.slices import elements_of, places_of
+from lz_compile.passes.loops.roll.slices import places_of
 
 #: What changes no number; only a sum or a product has its operands in any order.
 _NEUTRAL: Mapping[str, float] = {"add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}
@@ -75,7 +75,7 @@ def piece_value(emit: Emitter, store: fx.Node, target: fx.Node, effects: Effects
 
 def _cuts(index: Any, tensor: torch.Tensor) -> list[_Cut] | None:
     """Where a piece lies, in every dimension that is cut; None for other indices, and for what is empty."""
-    elements, shape = elements_of(index, tensor), shape_of(tensor)
+    elements, shape = layout.elements_of(index, tensor), shape_of(tensor)
     if elements is None or None in elements or len(elements) != len(shape):
         return None
     found = []

@@ -15,13 +15,13 @@ import torch
 from torch import fx
 
 from lz_compile.passes.editing.edit import MayEdit
-from lz_compile.passes.formula.layout import is_returned
+from lz_compile.passes.formula.layout import elements_of, is_returned
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter, origin_of
 from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of
 from lz_compile.passes.graph.writes import writes
-from lz_compile.passes.loops.roll.search import LEAST_STEPS
-from lz_compile.passes.loops.roll.slices import elements_of, range_of
+from lz_compile.passes.loops.roll.slices import range_of
+from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 
 #: For every dimension from where to where, or None for all of it.
 Piece: TypeAlias = "tuple[tuple[int, int] | None, ...]"

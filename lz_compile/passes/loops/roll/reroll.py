@@ -24,9 +24,10 @@ from lz_compile.passes.graph.view import known_tensor, needed, read, tensor_of, 
 from lz_compile.passes.loops.roll import worthwhile
 from lz_compile.passes.loops.roll.facts import Loop, read_loop
 from lz_compile.passes.loops.roll.roll import SCAN, roll, trial_scan
-from lz_compile.passes.loops.roll.search import LEAST_STEPS, Program, Run, phases, runs
+from lz_compile.passes.loops.roll.search import Program, Run, phases, runs
 from lz_compile.passes.loops.roll.slices import Versions
 from lz_compile.passes.loops.roll.steps import Grid, Made, Steps, parameters_of
+from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 
 _PHASES = 3
 _MULTIPLES = 4

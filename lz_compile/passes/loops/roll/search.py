@@ -16,9 +16,8 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from lz_compile.passes.editing.dead import dead_calls
+from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 
-#: A loop of fewer steps is never rolled.
-LEAST_STEPS = 4
 _GRAM = 4
 _PERIODS = 24
 

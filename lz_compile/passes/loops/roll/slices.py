@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import fx
 
-from lz_compile.passes.formula.layout import spelled_out
+from lz_compile.passes.formula.layout import elements_of
 from lz_compile.passes.formula.pieces import SPLITS, named_dim
 from lz_compile.passes.graph.effects import RESHAPERS, Effects
 from lz_compile.passes.graph.gradients import differentiated
@@ -269,15 +268,6 @@ def cut(source: fx.Node, indices: Sequence[tuple[Any, ...]]) -> Slices | None:
     rest = (*indices[0][:place], *kept, *indices[0][place + 1 :])
     is_whole = all(isinstance(each, slice) and each == _UNTOUCHED for each in rest)
     return Slices(source, dim, tuple(start for start, _ in known), length, () if is_whole else rest)
-
-
-def elements_of(index: Any, tensor: torch.Tensor) -> tuple[Any, ...] | None:
-    """An index with an element for each dimension (None: a new one), no ellipsis; None where it is not that simple."""
-    given = index if isinstance(index, tuple) else (index,)
-    if any(isinstance(each, (list, torch.Tensor, fx.Node)) for each in given):
-        return None
-    elements = spelled_out(index, tensor.dim())
-    return None if elements is None else tuple(elements)
 
 
 def _leaves(index: tuple[Any, ...]) -> list[Any]:

@@ -15,8 +15,9 @@ from torch import fx
 
 from lz_compile.passes.graph.refusal import RefusedError, mutated, told
 from lz_compile.passes.graph.view import value_of, where_of
-from lz_compile.passes.loops.roll.search import LEAST_STEPS, Program, Run, is_number
+from lz_compile.passes.loops.roll.search import Program, Run, is_number
 from lz_compile.passes.loops.roll.slices import Versions
+from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 
 #: How many steps ago a value may have been made that a step reads.
 _FARTHEST = 4

@@ -1,5 +1,8 @@
 """From how many steps and calls on it pays that a loop is one, for compiling or for a kernel."""
 
+#: A loop of fewer steps is never rolled.
+LEAST_STEPS = 4
+
 #: Calls of a graph from which on Inductor takes minutes (about 40 ms each, and more the more there are: 1 to 2.5 minutes for
 #: 1,500, over 7 for 3,000; a backward is as much again). Loops of at least so many calls are rolled then.
 MANY_CALLS = 2_000

@@ -1,4 +1,7 @@
-"""The match of a loop whose transition is known: what its operands and results are in the graph, and how it is tried."""
+"""Every recurrence of a graph as a match: what its operands and results are there, and how it is tried.
+
+Of what looks like one and is none, the reason.
+"""
 
 from __future__ import annotations
 
@@ -9,35 +12,54 @@ from torch import fx
 
 from lz_compile.ground.sizes import as_size, product, shape_of
 from lz_compile.lowering.ops.scan import ScanAttrs
-from lz_compile.passes.formula.axes import Axis, Dims
+from lz_compile.passes.formula.axes import Axis, Dims, fresh
 from lz_compile.passes.formula.expressions import is_constant
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of, where_of
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum
 from lz_compile.passes.loops.recurrence.index_terms import Atom
+from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_sizes import StepSizes
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, is_filled
-from lz_compile.passes.loops.recurrence.text import text_of
 from lz_compile.passes.loops.recurrence.transition import Transition
 from lz_compile.passes.proof.trial_run import may_be_special
 from lz_compile.passes.rewriting.core import wants_grad
-from lz_compile.passes.rewriting.match import Found, Input, Match, Site, Trial
+from lz_compile.passes.rewriting.match import Driver, Found, Input, Match, Outcome, Site, Trial
+from lz_compile.passes.scan.calls import scan_calls
 from lz_compile.passes.scan.emitter import Given, ScanEmitter
+from lz_compile.passes.scan.near_misses import chunked_forms
+from lz_compile.passes.scan.prefix_emitter import match_of
+from lz_compile.passes.scan.recogniser import OP, Loops, without_steps
+from lz_compile.passes.scan.text import text_of
 
-OP = "scan"
+
+def matches(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
+    """Every scan in ``graph`` whose step has a structure that the op knows; of the others, why it has none."""
+    driver, loops = Driver(OP), Loops(effects)
+    for call in loops.calls(graph):
+        yield from driver.at(call.node, _matched, call, loops)
+    yield from scan_calls(graph, effects)
+    known: set[fx.Node] = set()
+    for found in without_steps(graph, effects):
+        if isinstance(found, PrefixScan):
+            yield match_of(found, effects)
+        else:
+            yield found
+        known.update(found.core if isinstance(found, PrefixScan) else (found.node,))
+    yield from chunked_forms(graph, effects, known)
 
 
-def finished(
-    call: ScanCall, effects: Effects, form: StepForm, transition: Transition, results: dict[int, list[fx.Node]]
-) -> Match:
-    """The match of one scan.
+def _matched(_anchor: fx.Node, call: ScanCall, loops: Loops) -> Match:
+    """The match of one loop.
 
     Raises:
-        RefusedError: nothing differs from step to step, or a gradient under a condition may be NaN.
+        RefusedError: it has no structure that the op knows, nothing differs from step to step, or a gradient under a
+            condition may be NaN.
     """
-    emitter, step = _emitter(call, form, transition, results), form.step
+    form, transition, results = loops.read(call)
+    emitter, step, ambient = _emitter(call, form, transition, results), form.step, loops.effects.ambient(call.node)
     given = emitter.given
     time = Axis(as_size(known_tensor(call.xs[0]).shape[0]))
     inputs = {each.node: _dims(each.node, time if each.over_time else None) for each in given.values()}
@@ -52,7 +74,7 @@ def finished(
             inputs[node] = _dims(node, None)
     ordered = sorted(emitter.outputs)
     dims = {node: _dims(node, time if node not in emitter.final else None) for node in ordered}
-    needs_grad = wants_grad(effects.ambient(call.node), inputs)
+    needs_grad = wants_grad(ambient, inputs)
     if needs_grad:
         _refuse_special(transition, given)
     axes = {axis for each in (*inputs.values(), *interior.values(), *dims.values()) for dim in each for axis in dim}
@@ -66,7 +88,7 @@ def finished(
             output=output,
             output_dims=dims[output],
             core=(call.node, *(node for node in ordered if node is not output), output),
-            ambient=effects.ambient(call.node),
+            ambient=ambient,
             where=where_of(call.node),
             read=interior,
             extra_outputs=tuple(others),
@@ -180,6 +202,5 @@ def _is_spanned(transition: Transition) -> bool:
 
 
 def _dims(node: fx.Node, time: Axis | None) -> Dims:
-    sizes = [as_size(size) for size in known_tensor(node).shape]
-    own = [() if size == 1 else (Axis(size),) for size in sizes]
-    return tuple(own if time is None else [(time,), *own[1:]])
+    own = fresh(shape_of(known_tensor(node)))
+    return own if time is None else ((time,), *own[1:])
