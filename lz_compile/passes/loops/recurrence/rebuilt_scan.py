@@ -22,8 +22,9 @@ aten = torch.ops.aten
 CONTIGUOUS: dict[str, Any] = {"memory_format": torch.contiguous_format}
 #: Results of these may share memory with what they are given.
 _VIEWS = frozenset(
-    {aten.reshape, aten.expand, aten.permute, aten.transpose, aten.t, aten.unsqueeze, aten.squeeze, aten.select}
-    | {aten.slice, aten.diagonal, aten.alias, aten.detach, aten.contiguous, aten._to_copy}
+    getattr(aten, name)
+    for name in "reshape view _unsafe_view expand permute transpose t unsqueeze squeeze select slice diagonal alias detach "
+    "contiguous _to_copy".split()
 )
 
 

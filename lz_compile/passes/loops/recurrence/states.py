@@ -6,7 +6,7 @@ tried is kept only where a kernel can run more of the loop then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from lz_compile.passes.loops.recurrence.plan import Plan, Readings
 from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, Rebuilt, Rewritten, rebuild
 from lz_compile.passes.loops.recurrence.state_parts import split_states
 from lz_compile.passes.loops.recurrence.step_form import StepForm
-from lz_compile.passes.loops.recurrence.step_trace import ScanCall, insert, is_filled, trace_step, traced
+from lz_compile.passes.loops.recurrence.step_trace import ScanCall, is_filled, trace_step, traced
 from lz_compile.passes.proof.running import Subgraph
 
 # ---- masks -----------------------------------------------------------------------------------------------------------
@@ -180,7 +180,7 @@ def stack_states(call: ScanCall, form: StepForm, states: tuple[int, ...], around
         found.update(zip(others, picked[1:], strict=True))
         return [found[state] for state in range(len(call.init))]
 
-    graph = _Stacking(form, states, others, around).graph()
+    graph = _stacked_step(form, states, others, around)
     return Rewritten(graph, (init, *(call.init[i] for i in others)), tuple(units), final)
 
 
@@ -201,77 +201,38 @@ def _unit(around: Around, place: int, count: int, like: torch.Tensor) -> fx.Node
     return around.call(aten.reshape.default, unit, [count, *(1,) * like.dim()])
 
 
-class _Stacking:
-    """Builds the step over stacked states."""
+def _stacked_step(form: StepForm, states: Sequence[int], others: Sequence[int], around: Around) -> fx.Graph:
+    """``(stacked, *others, *slices, *given, *units) -> [stacked, *others, *results]``.
 
-    def __init__(self, form: StepForm, states: Sequence[int], others: Sequence[int], around: Around) -> None:
-        self.form, self.step = form, form.step
-        self.states, self.others, self.around = states, others, around
-        self._graph = fx.Graph()
+    Every state is a sum over all of them in which the others count nothing. As it advances, it sees itself in its place among
+    the stacked ones, so that it has a factor of its own.
+    """
+    step = form.step
+    own, carried = ([nodes[state] for state in states] for nodes in (step.states, step.carried))
+    inputs = (*(step.states[i] for i in others), *step.slices, *step.given)
+    made = [node for node in dict.fromkeys(carried) if node.op == "call_function"]
+    advances = [_function((*own, *inputs), [node]) for node in carried]
+    rest = _function((*own, *inputs, *made), [*(step.carried[i] for i in others), *step.results])
 
-    def graph(self) -> fx.Graph:
-        """``(stacked, *others, *slices, *given, *units) -> [stacked, *others, *results]``."""
-        step, graph = self.step, self._graph
-        like = step.states[self.states[0]].meta["val"]
-        whole = self._placeholder("stacked", lambda: like.new_empty((len(self.states), *like.shape)))
-        known: dict[fx.Node, fx.Node] = {}
-        for node in (*(step.states[i] for i in self.others), *step.slices, *step.given):
-            known[node] = self._placeholder(node.name, node.meta["val"])
-        one = (len(self.states), *(1,) * like.dim())
-        units = [self._placeholder(f"unit_{i}", lambda: like.new_empty(one)) for i in range(len(self.states))]
-        known.update(zip((step.states[i] for i in self.states), self._entries(whole, units), strict=True))
-        new = self._advanced(whole, known, units)
-        entries = dict(zip((step.carried[i] for i in self.states), self._entries(new, units), strict=True))
-        for node in step.graph.nodes:
-            if node.op == "call_function":
-                known[node] = entries[node] if node in entries else graph.node_copy(node, known.__getitem__)
-        graph.output([new, *(known[step.carried[i]] for i in self.others), *map(known.__getitem__, step.results)])
-        graph.eliminate_dead_code()
-        return graph
+    def stacked(whole: torch.Tensor, *values: Any) -> list[Any]:
+        given, units = values[: len(inputs)], values[len(inputs) :]
+        entries, new = [(unit * whole).sum(0) for unit in units], None
+        for place, (unit, advance) in enumerate(zip(units, advances, strict=True)):
+            seen = [whole if at == place else each for at, each in enumerate((*entries, *given))]
+            mapped: Callable[..., Any] = torch.vmap(advance, tuple(0 if each is whole else None for each in seen))
+            product = unit * mapped(*seen)[0]
+            new = product if new is None else new + product
+        after = dict(zip(carried, ((unit * new).sum(0) for unit in units), strict=True))
+        return [new, *rest(*entries, *given, *map(after.__getitem__, made))]
 
-    def _placeholder(self, name: str, value: Any) -> fx.Node:
-        node = self._graph.placeholder(name)
-        if callable(value) and not isinstance(value, torch.Tensor):
-            with faking(self.around.mode), torch.no_grad():
-                value = value()
-        node.meta["val"] = value
-        return node
+    like = own[0].meta["val"]
+    with faking(around.mode), torch.no_grad():
+        whole = like.new_empty((len(states), *like.shape))
+        units = [like.new_empty((len(states), *(1,) * like.dim())) for _ in states]
+    return traced(stacked, [whole, *(node.meta["val"] for node in inputs), *units], around.ambient, around.mode).graph
 
-    def _entries(self, whole: fx.Node, units: Sequence[fx.Node]) -> list[fx.Node]:
-        """Every state, as a sum over all of them in which the others count nothing."""
-        products = [insert(self._graph, aten.mul.Tensor, (unit, whole)) for unit in units]
-        return [insert(self._graph, aten.sum.dim_IntList, (product, [0])) for product in products]
 
-    def _advanced(self, whole: fx.Node, known: Mapping[fx.Node, fx.Node], units: Sequence[fx.Node]) -> fx.Node:
-        """The states after the step; each sees itself in its place, so that it has a factor of its own."""
-        total: fx.Node | None = None
-        for unit, state in zip(units, self.states, strict=True):
-            own = self.step.states[state]
-            advanced = self._inserted(self.step.carried[state], own, {**known, own: whole})
-            product = insert(self._graph, aten.mul.Tensor, (unit, advanced))
-            total = product if total is None else insert(self._graph, aten.add.Tensor, (total, product))
-        assert total is not None, "there are several states"
-        return total
-
-    def _inserted(self, wanted: fx.Node, own: fx.Node, known: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        """One state after the step, for all places of its own value at once."""
-        nodes = needed([wanted], ())
-        inputs = [node for node in nodes if node.op == "placeholder"]
-        if own not in inputs:
-            return self._copied(nodes, wanted, known)
-        calls = tuple(node for node in nodes if node.op != "placeholder")
-        advance, _ = Subgraph(inputs=dict.fromkeys(inputs, ()), nodes=calls, outputs=(wanted,)).module()
-        step: Callable[..., Any] = torch.vmap(advance, in_dims=tuple(0 if node is own else None for node in inputs))
-        values = [known[node].meta["val"] for node in inputs]
-        module = traced(step, values, self.around.ambient, self.around.mode)
-        outer = dict(zip(module.graph.find_nodes(op="placeholder"), map(known.__getitem__, inputs), strict=True))
-        inner = [node for node in module.graph.nodes if node.op in ("call_function", "placeholder")]
-        (advanced,) = module.graph.output_node().all_input_nodes
-        return self._copied(inner, advanced, outer)
-
-    def _copied(self, nodes: Sequence[fx.Node], wanted: fx.Node, known: Mapping[fx.Node, fx.Node]) -> fx.Node:
-        copies = dict(known)
-        for node in nodes:
-            if node not in copies:
-                copies[node] = self._graph.node_copy(node, copies.__getitem__)
-        return copies[wanted]
+def _function(inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]) -> fx.GraphModule:
+    """Values of a step as a function of others."""
+    calls = tuple(needed(outputs, inputs))
+    return Subgraph(inputs=dict.fromkeys(inputs, ()), nodes=calls, outputs=tuple(outputs)).module()[0]
