@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lz_compile.lowering.kernels.blend import torch_blend
 from lz_compile.lowering.ops import blend as op
 from lz_compile.passes.blend.matching import matches
-from lz_compile.passes.blend.ranks import Ranks
+from lz_compile.passes.blend.ranks import TriedRanks
 from lz_compile.passes.blend.terms import Sums
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss
@@ -479,7 +479,7 @@ def test_a_host_that_is_detached_in_every_step_is_one() -> None:
 def _statistics(function: Callable[[Tensor], Tensor], x: Tensor) -> list[tuple[int, int, bool]]:
     """What the result of a function of logits is of the largest and the second largest, and whether equal ones count once."""
     module = capture(function, x)
-    ranks = Ranks(Effects(module.graph))
+    ranks = TriedRanks(Effects(module.graph))
     found = [ranks.of(node) for node in module.graph.output_node().all_input_nodes]
     of_input = [each for each in found if each is not None and each.source.op == "placeholder"]
     return [(each.first, each.second, each.is_distinct) for each in of_input]

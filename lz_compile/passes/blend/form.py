@@ -12,8 +12,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import Size, product, shape_of
 from lz_compile.passes.blend.bounds import Bound
-from lz_compile.passes.blend.gate import Gates
-from lz_compile.passes.blend.ranks import Ranks
+from lz_compile.passes.blend.gate import Gates, Ranks
 from lz_compile.passes.blend.terms import ANCHORS, CASTS, NEAR, Sums, Terms, integers_of
 from lz_compile.passes.formula import moves
 from lz_compile.passes.formula.axes import fresh

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import sympy
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.blend.ranks import Rank, Ranks
 from lz_compile.passes.formula import moves
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, fresh, resolve
@@ -24,6 +24,43 @@ from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 
 _MARGIN, _EXP, _SECOND = sympy.Symbol("margin", real=True), sympy.Symbol("t", positive=True), sympy.Symbol("second")
 _NEAR = 1e-9
+
+
+@dataclass(frozen=True)
+class Rank:
+    """``largest * first + second * second largest`` of ``source`` along ``dim``, at ``node``; ``nodes`` are all between.
+
+    With ``is_distinct`` the second largest is the largest of those that differ from the largest. ``is_spelled`` says that
+    the source names the number of elements.
+    """
+
+    node: fx.Node
+    source: fx.Node
+    dim: int
+    first: int
+    second: int
+    nodes: frozenset[fx.Node]
+    is_distinct: bool = False
+    is_sorted: bool = False
+    is_spelled: bool = False
+
+    def of_source(self, dims: Dims, classes: Dims) -> Dims:
+        """The dims of the source, given those of this value, and those of the class dimension."""
+        rows = iter([dim for dim, size in zip(dims, shape_of(known_tensor(self.node)), strict=True) if size != 1])
+        whole = [
+            () if size == 1 or place == self.dim else next(rows)
+            for place, size in enumerate(shape_of(known_tensor(self.source)))
+        ]
+        return (*whole[: self.dim], *classes, *whole[self.dim + 1 :])
+
+
+class Ranks(Protocol):
+    """The order statistics of a graph, however they are found; it contains their nodes."""
+
+    def __contains__(self, node: object) -> bool: ...
+
+    def of(self, node: fx.Node) -> Rank | None:
+        """Which statistic a value is; None for others."""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from lz_compile.ground.sizes import Size, as_size, shape_of
 from lz_compile.lowering.ops.blend import SHAPES, BlendAttrs, BlendFacts, Mode, Operands
 from lz_compile.passes.blend.form import Form, Forms
 from lz_compile.passes.blend.gate import Logits
-from lz_compile.passes.blend.ranks import Ranks, has_ranks
+from lz_compile.passes.blend.ranks import TriedRanks, has_ranks
 from lz_compile.passes.blend.recogniser import OP, Blend, Margin, Weights, edges_behind, read_blend, read_margin
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf
@@ -39,7 +39,7 @@ Layout = tuple[Run, Run, Run]
 
 def matches(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every blend in ``graph``, every margin of no blend, and every blend that was refused, with the reason."""
-    ranks = Ranks(effects) if has_ranks(effects) else None
+    ranks = TriedRanks(effects) if has_ranks(effects) else None
     reader = _Reader(effects, Forms.of(effects, ranks))
     driver, read = Driver(OP), partial(read_blend, effects, reader.forms, partial(_matched, effects))
     missed: set[fx.Node] = set()

@@ -16,12 +16,14 @@ from torch import fx
 
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula.axes import Dims, fresh
+from lz_compile.passes.blend.gate import Rank
+from lz_compile.passes.formula.axes import fresh
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.snapshot import described
 from lz_compile.passes.graph.view import known_tensor, reached, read, tensor_of
-from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, sizes_for
+from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt
 from lz_compile.passes.sampling.ordering import is_ordering, ordered_dim
+from lz_compile.passes.sampling.tried import Tried, sizes_for
 
 #: What takes one element of a row, or gives one.
 _PICKS = frozenset({"getitem", "select", "narrow", "amax", "where", "diff"})
@@ -39,39 +41,14 @@ _BOTTOM = -1e30
 _FORMS = ((1, 0), (0, 1), (1, -1), (-1, 1))
 
 
-@dataclass(frozen=True)
-class Rank:
-    """``largest * first + second * second largest`` of ``source`` along ``dim``, at ``node``; ``nodes`` are all between.
-
-    With ``is_distinct`` the second largest is the largest of those that differ from the largest. ``is_spelled`` says that
-    the source names the number of elements.
-    """
-
-    node: fx.Node
-    source: fx.Node
-    dim: int
-    first: int
-    second: int
-    nodes: frozenset[fx.Node]
-    is_distinct: bool = False
-    is_sorted: bool = False
-    is_spelled: bool = False
-
-    def of_source(self, dims: Dims, classes: Dims) -> Dims:
-        """The dims of the source, given those of this value, and those of the class dimension."""
-        rows = iter([dim for dim, size in zip(dims, _shape(self.node), strict=True) if size != 1])
-        whole = [() if size == 1 or place == self.dim else next(rows) for place, size in enumerate(_shape(self.source))]
-        return (*whole[: self.dim], *classes, *whole[self.dim + 1 :])
-
-
 def has_ranks(effects: Effects) -> bool:
     """Whether a graph calls anything that gives a maximum."""
     return any(call is not None and call.name in _ROOTS for call in effects.calls.values())
 
 
 @dataclass
-class Ranks:
-    """The order statistics of one graph."""
+class TriedRanks:
+    """The order statistics of one graph, by what is found between an ordering and a value when it is run."""
 
     effects: Effects
     _found: dict[fx.Node, Rank | None] = field(default_factory=dict)
@@ -133,10 +110,11 @@ class Ranks:
         nodes = sorted({*found.core, *found.read})
         key = (dim, classes, *map(_kind, (source, *nodes)), *described(nodes, {}, [source]))
         if key not in self._forms:  # equal layers are run once
+            tried = Tried(found)
             with isolated():
-                self._forms[key] = _form_of(found, dim, classes)
-            if found.failures:
-                found.tell_failures()
+                self._forms[key] = _form_of(tried, dim, classes)
+            if tried.failures:
+                tried.tell_failures()
         form = self._forms[key]
         if form is None:
             return None
@@ -161,11 +139,11 @@ def _classes(found: Excerpt) -> tuple[int, bool]:
     return (min(least, size) if isinstance(size, int) else least), False
 
 
-def _form_of(found: Excerpt, dim: int, classes: int) -> tuple[int, int, bool] | None:
+def _form_of(tried: Tried, dim: int, classes: int) -> tuple[int, int, bool] | None:
     """How often the largest and the second largest are in the value, and whether equal ones count once."""
     runs = []
-    for x in _inputs(found, dim, classes):
-        value = _value(found, x, dim)
+    for x in _inputs(tried.found, dim, classes):
+        value = _value(tried, x, dim)
         if value is None:
             return None
         runs.append((x, value))
@@ -200,17 +178,11 @@ def _expected(x: torch.Tensor, dim: int, first: int, second: int, is_distinct: b
     return first * largest + second * other if second else largest
 
 
-def _value(found: Excerpt, x: torch.Tensor, dim: int) -> torch.Tensor | None:
+def _value(tried: Tried, x: torch.Tensor, dim: int) -> torch.Tensor | None:
     """What the source gives of ``x``, without the dimension of the classes; None where it is no number for each row."""
-    sizes = sizes_for(found.entry, x.shape[dim])
-    try:
-        value = found.run(x, {}, sizes)
-    except Exception as error:  # noqa: BLE001 what does not run at other sizes is no statistic that is known
-        found.failures.append(error)
-        return None
-    rows = [*x.shape[:dim], *x.shape[dim + 1 :]]
-    is_one = [size for size in value.shape if size != 1] == [size for size in rows if size != 1]
-    return value.reshape(rows) if is_one else None
+    value, rows = tried.run(x, {}, sizes_for(tried.found.entry, x.shape[dim])), [*x.shape[:dim], *x.shape[dim + 1 :]]
+    is_one = value is not None and [size for size in value.shape if size != 1] == [size for size in rows if size != 1]
+    return value.reshape(rows) if value is not None and is_one else None
 
 
 def _kind(node: fx.Node) -> tuple[object, ...]:

@@ -22,8 +22,8 @@ from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, TableEmitter, Trial
 from lz_compile.passes.sampling.excerpt import Excerpt, Scores
+from lz_compile.passes.sampling.kept import Limit, Limits
 from lz_compile.passes.sampling.logit_processors import LogitProcessors, Part
-from lz_compile.passes.sampling.probes import Limit, Limits
 
 
 @dataclass(frozen=True)

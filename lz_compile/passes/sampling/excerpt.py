@@ -6,7 +6,6 @@ What a filter keeps is found by looking at what it does to a few rows: that does
 from __future__ import annotations
 
 import heapq
-import logging
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,7 +15,6 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
-from lz_compile.ground import events
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, regroup, resolve
@@ -24,8 +22,6 @@ from lz_compile.passes.formula.expressions import is_constant
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, is_symbolic, known_tensor, needed, tensor_of, value_of
-from lz_compile.passes.proof.resize import resized, shape, whole
-from lz_compile.passes.proof.running import Subgraph
 from lz_compile.passes.sampling.ordering import is_ordering
 
 #: More operations than a filter of scores is spelled with.
@@ -79,8 +75,7 @@ class Affected:
 class Excerpt:
     """What lies between ``entry`` and ``exit``; see :class:`~lz_compile.passes.proof.resize.Found`.
 
-    ``leaves`` are further tensors that are read, ``read`` the axes of the nodes between that spell out sizes. ``failures``
-    are what it raised when it was run.
+    ``leaves`` are further tensors that are read, ``read`` the axes of the nodes between that spell out sizes.
     """
 
     entry: Scores
@@ -88,8 +83,6 @@ class Excerpt:
     core: tuple[fx.Node, ...]
     leaves: Mapping[fx.Node, Dims]
     read: Mapping[fx.Node, Dims]
-    failures: list[Exception] = field(default_factory=list, compare=False)
-    _resized: dict[tuple[int, ...], Subgraph] = field(default_factory=dict, compare=False)
 
     @property
     def inputs(self) -> Mapping[fx.Node, Dims]:
@@ -106,31 +99,6 @@ class Excerpt:
         """The size of the vocabulary, where it is a number that means nothing else."""
         size = self.entry.vocab.size
         return {size: self.entry.vocab} if isinstance(size, int) and size > 2 else {}
-
-    def run(self, scores: torch.Tensor, values: Mapping[fx.Node, Any], sizes: Mapping[Axis, int]) -> torch.Tensor:
-        """The exit in float64, for float64 ``scores`` of these sizes and a value for every leaf.
-
-        Raises:
-            Exception: whatever the operations of the source raise at these sizes.
-        """
-        key = tuple(sizes[axis] for axis in axes_of(self.entry.dims))
-        if key not in self._resized:
-            self._resized[key] = resized(self._whole, sizes, torch.float64)
-        found: torch.Tensor
-        (found,) = self._resized[key].run(scores.clone(), *(values[leaf] for leaf in self.leaves))
-        return found
-
-    def tell_failures(self) -> None:
-        """Record that it did not run at other sizes."""
-        text = (
-            f"what {self.exit.name} makes of {self.entry.node.name} is not known for sure: "
-            f"it was run at a small size and failed, {len(self.failures)} times"
-        )
-        events.record("PROBE_FAILED", text, self.failures[0], level=logging.INFO)
-
-    @cached_property
-    def _whole(self) -> Subgraph:
-        return whole(self)
 
     @cached_property
     def numbers(self) -> tuple[float, ...]:
@@ -297,34 +265,6 @@ def _grouped(axes: tuple[Axis, ...], extents: tuple[Any, ...]) -> Dims:
     if any(copy.parts for copy in copies):
         raise LayoutError("an axis would have to be cut")
     return tuple(tuple(copies[axis] for axis in dim) for dim in dims)
-
-
-def sizes_for(entry: Scores, vocab: int) -> dict[Axis, int]:
-    """A few rows of ``vocab`` tokens."""
-    rows = iter((2, 3, 1, 2))
-    known: dict[Any, int] = {}
-    for axis in entry.rows:
-        if axis.size not in known:
-            known[axis.size] = next(rows, 1)
-    return {axis: vocab if axis is entry.vocab else known[axis.size] for axis in axes_of(entry.dims)}
-
-
-def random_leaves(found: Excerpt, sizes: Mapping[Axis, int], vocab: int) -> dict[fx.Node, Any]:
-    """A value for each leaf: integers from 2 to half of the vocabulary, numbers from 0.3 to 0.95."""
-    values: dict[fx.Node, Any] = {}
-    for leaf, dims in found.leaves.items():
-        tensor = tensor_of(leaf)
-        extents = shape(dims, sizes)
-        if tensor is None:
-            is_integer = isinstance(value_of(leaf), torch.SymInt)
-            values[leaf] = int(torch.randint(2, vocab // 2, ())) if is_integer else float(torch.rand(())) * 0.65 + 0.3
-        elif tensor.is_floating_point():
-            values[leaf] = torch.rand(extents, dtype=torch.float64) * 0.65 + 0.3
-        elif tensor.dtype == torch.bool:
-            values[leaf] = torch.rand(extents) < 0.5
-        else:
-            values[leaf] = torch.randint(2, vocab // 2, extents).to(tensor.dtype)
-    return values
 
 
 def exits(effects: Effects, entry: Scores, affected: Affected, since: fx.Node) -> Iterator[fx.Node]:

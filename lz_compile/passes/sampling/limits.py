@@ -15,18 +15,19 @@ from typing import Any
 from torch import fx
 
 from lz_compile.ground.isolation import isolated
-from lz_compile.lowering.ops.sampling import Ties
 from lz_compile.passes.formula.axes import axes_of
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.sampling.excerpt import Excerpt, sizes_for
-from lz_compile.passes.sampling.probes import VOCAB, Form, Limit, Limits, Order, Probe, Trial
+from lz_compile.passes.sampling.excerpt import Excerpt
+from lz_compile.passes.sampling.kept import LEAST_MISSED, VOCAB, Form, Limit, Limits, Ties
+from lz_compile.passes.sampling.probes import Order, Probe, Trial
+from lz_compile.passes.sampling.tried import Tried, sizes_for
 
 _TIES: tuple[Ties, ...] = ("all", "first", "last")
 #: More combinations of limits are not tried.
 _MOST = 400
-#: Of fewer tokens it is chance what fits; fewer than these are experts or classes, of which no filter is missed.
-_LEAST_VOCAB, LEAST_MISSED = 16, 64
+#: Of fewer tokens it is chance what fits.
+_LEAST_VOCAB = 16
 #: So many more probes tell limits apart that all of the others fit.
 _MOST_MORE = 40
 #: How far scores are spread, and by how much all of them are moved.
@@ -58,21 +59,21 @@ def limits_of(found: Excerpt, form: Form, told: set[fx.Node]) -> Limits | None:
     given = [leaf for leaf in found.leaves if found.entry.vocab in axes_of(found.leaves[leaf])]
     if given:
         return None
-    vocab = _vocab(found)
+    vocab, tried = _vocab(found), Tried(found)
     if vocab is None:
         return None
     try:
-        return _limits_of(found, form, vocab)
+        return _limits_of(Trial(tried, form, vocab))
     finally:
         size = found.entry.vocab.size
         is_missed = not isinstance(size, int) or size >= LEAST_MISSED
-        if found.failures and is_missed and found.entry.node not in told:
+        if tried.failures and is_missed and found.entry.node not in told:
             told.add(found.entry.node)
-            found.tell_failures()
+            tried.tell_failures()
 
 
-def _limits_of(found: Excerpt, form: Form, vocab: int) -> Limits | None:
-    trial = Trial(found, form, vocab)
+def _limits_of(trial: Trial) -> Limits | None:
+    found, vocab = trial.found, trial.vocab
     with isolated():
         first = trial.probe()
         outcome = None if first is None else first.outcome()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,8 +27,9 @@ from lz_compile.passes.rewriting.match import Driver, Found, Input, Match, Outco
 from lz_compile.passes.rewriting.op_calls import CallEmitter, arguments_of, op_calls
 from lz_compile.passes.sampling.emitter import SamplingEmitter, check_repeatable
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, excerpt
+from lz_compile.passes.sampling.kept import Limits
+from lz_compile.passes.sampling.limits import limits_of
 from lz_compile.passes.sampling.logit_processors import logit_processors_of
-from lz_compile.passes.sampling.probes import Limits
 from lz_compile.passes.sampling.recogniser import (
     OP,
     SOFTMAXES,
@@ -91,7 +93,7 @@ class _Axes:
 def matches(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every chain of filters in ``graph``, masks before a softmax, and every filter that was refused, with the reason."""
     yield from op_calls(OP, graph, effects, _match)
-    reader, matcher = FilterReader(effects), _Matcher(effects)
+    reader, matcher = FilterReader(effects, partial(limits_of, told=set())), _Matcher(effects)
     yield from Driver(OP, covered=reader.covered).walk(graph.nodes, reader.is_anchor, reader.filter)
     driver = Driver(OP)
     for chain in reader.chains():

@@ -1,87 +1,23 @@
-"""What a filter keeps, as the op says it, and runs of an excerpt on random scores, and whether limits keep the same."""
+"""Runs of an excerpt on random scores, and whether limits keep the same."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Size
-from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, Ties, reference
+from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, reference
 from lz_compile.passes.formula.axes import axes_of
 from lz_compile.passes.proof.agreement import agree
 from lz_compile.passes.proof.resize import shape
-from lz_compile.passes.sampling.excerpt import Excerpt, random_leaves, sizes_for
-
-#: What a filter is given or gives: scores, probabilities, or those of what is kept, without having been divided by their sum.
-Form: TypeAlias = Literal["scores", "probs", "parts"]
-
-#: A vocabulary in which limits can be told from each other.
-VOCAB = 97
-
-
-@dataclass(frozen=True)
-class Limit:
-    """A number, or ``number + sign * leaf``, or ``vocab - leaf`` (``of_vocab``)."""
-
-    number: float = 0.0
-    leaf: fx.Node | None = None
-    sign: int = 1
-    of_vocab: bool = False
-
-    def value(self, values: Mapping[fx.Node, Any], vocab: int) -> Any:
-        """A number or a tensor, for values of the leaves."""
-        given = 0.0 if self.leaf is None else self.sign * values[self.leaf]
-        return (vocab if self.of_vocab else self.number) + given
-
-    def __str__(self) -> str:
-        if self.leaf is None:
-            return f"{self.number:g}"
-        before = "V" if self.of_vocab else f"{self.number:g}" if self.number else ""
-        return f"{before}{' - ' if self.sign < 0 else ' + ' if before else ''}{self.leaf.name}"
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a filter keeps, and what it makes of it.
-
-    ``fill`` is what scores become that are not kept, ``vocab`` the number of tokens at which this was seen. ``is_any``: the
-    source does not say which of several equal scores are kept.
-    """
-
-    result: Form
-    top_k: Limit | None = None
-    top_p: Limit | None = None
-    min_p: Limit | None = None
-    top_k_ties: Ties = "all"
-    top_p_ties: Ties = "all"
-    fill: float = -math.inf
-    vocab: int = VOCAB
-    is_any: bool = False
-
-    @property
-    def named(self) -> dict[str, Limit]:
-        """Those that there are."""
-        found = {"top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
-        return {name: limit for name, limit in found.items() if limit is not None}
-
-    def then(self, later: Limits) -> Limits | None:
-        """Both, the later ones of what is left; None where the op has another order."""
-        order = ["top_k", "top_p", "min_p"]
-        mine, others = ([order.index(name) for name in each.named] for each in (self, later))
-        if mine and others and max(mine) >= min(others):
-            return None
-        ties = self.top_k_ties if self.top_k is not None else later.top_k_ties
-        more = self.top_p_ties if self.top_p is not None else later.top_p_ties
-        named = {**self.named, **later.named}
-        fill, vocab = max(self.fill, later.fill), max(self.vocab, later.vocab)
-        is_any = self.is_any or later.is_any
-        return Limits(later.result, **named, top_k_ties=ties, top_p_ties=more, fill=fill, vocab=vocab, is_any=is_any)
-
+from lz_compile.passes.sampling.excerpt import Excerpt
+from lz_compile.passes.sampling.kept import Form, Limit, Limits
+from lz_compile.passes.sampling.tried import Tried, random_leaves, sizes_for
 
 #: At or below this, a score that is filled in has no weight after a softmax.
 _FILL = -1e4
@@ -91,14 +27,19 @@ _FILL = -1e4
 class Trial:
     """An excerpt whose entry has a form, to be run with so many tokens."""
 
-    found: Excerpt
+    tried: Tried
     form: Form
     vocab: int
+
+    @property
+    def found(self) -> Excerpt:
+        """The excerpt."""
+        return self.tried.found
 
     def probe(
         self, scale: float = 1.0, *, shift: float = 0.0, steps: int = 0, rows: Mapping[Size, int] | None = None
     ) -> Probe | None:
-        """Run it; None where it raises, as what is no filter may at other sizes: the excerpt notes what it raised.
+        """Run it; None where it raises, as what is no filter may at other sizes.
 
         ``steps``: so many different scores.
         """
@@ -122,12 +63,8 @@ class Trial:
             if form == "parts":
                 z = torch.where((torch.rand(extents) < 0.4) & (z < z.amax(place, keepdim=True)), -math.inf, z)
         given = z if form == "scores" else z.exp()
-        try:
-            result = found.run(given, values, sizes)
-        except Exception as error:  # noqa: BLE001 whatever runs into its limits at other sizes is no filter that is known
-            found.failures.append(error)
-            return None
-        if result.shape != given.shape:
+        result = self.tried.run(given, values, sizes)
+        if result is None or result.shape != given.shape:
             return None
         return Probe(found, form, z, given, values, result, sizes)
 

@@ -10,7 +10,7 @@ generator would give other tokens to another kernel.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -25,10 +25,9 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, is_floating, known_tensor, reached, tensor_of
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, Scores, excerpt, exits
-from lz_compile.passes.sampling.limits import LEAST_MISSED, limits_of
+from lz_compile.passes.sampling.kept import LEAST_MISSED, Form, Limits
 from lz_compile.passes.sampling.logit_processors import logit_processors_of
 from lz_compile.passes.sampling.ordering import MAXIMA, ORDERING, ordered_dim
-from lz_compile.passes.sampling.probes import Form, Limits
 
 OP = "sampling"
 SOFTMAXES = frozenset({"softmax", "log_softmax", "exp"})
@@ -50,12 +49,15 @@ class Filter:
 
 @dataclass
 class FilterReader:
-    """Finds the filters of a graph, one anchor after the other; ``covered`` is what they are made of."""
+    """Finds the filters of a graph, one anchor after the other; ``covered`` is what they are made of.
+
+    ``limits_of`` says what an excerpt keeps of scores of some form; None is no filter, and a refusal one that the op has not.
+    """
 
     effects: Effects
+    limits_of: Callable[[Excerpt, Form], Limits | None]
     filters: list[Filter] = field(default_factory=list)
     covered: set[fx.Node] = field(default_factory=set)
-    told: set[fx.Node] = field(default_factory=set)
 
     def is_anchor(self, node: fx.Node) -> bool:
         """Whether a call orders the scores of rows."""
@@ -129,7 +131,7 @@ class FilterReader:
             if found is None or not any(is_choice(node) for node in found.core):
                 continue
             try:
-                limits = limits_of(found, form, self.told)
+                limits = self.limits_of(found, form)
             except RefusedError as refusal:
                 refused = refused or refusal
                 continue
@@ -154,7 +156,7 @@ class FilterReader:
         affected = Affected(self.effects, entry.node)
         for tried, exit_ in enumerate(exits(self.effects, entry, affected, entry.node)):
             inner = excerpt(self.effects, entry, affected, exit_)
-            limits = None if inner is None else limits_of(inner, "parts", self.told)
+            limits = None if inner is None else self.limits_of(inner, "parts")
             if inner is not None and limits is not None and limits.result == "probs" and not limits.named:
                 return replace(
                     found, exit=exit_, limits=replace(found.limits, result="probs"), core=found.core | {*inner.core}
