@@ -15,7 +15,7 @@ from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss
-from lz_compile.passes.graph.view import reached, tensor_of, where_of
+from lz_compile.passes.graph.view import Call, reached, tensor_of, where_of
 from lz_compile.passes.masks.meaning import Axes, Meaning
 from lz_compile.passes.masks.reading import Masks
 
@@ -74,7 +74,7 @@ def _is_masked_product(node: fx.Node, effects: Effects) -> bool:
         if call.name in contraction.PRODUCTS:
             products.add(call.node)
             continue
-        is_moved = is_cast(call) or layout.is_view(call) or layout.rearranges(call)
+        is_moved = is_cast(call) or _is_moved(call)
         if not is_moved and call.name not in _WEIGHS:
             continue
         weights |= set(call.node.all_input_nodes) - {call.input} if call.name in _WEIGHS else set()
@@ -108,18 +108,15 @@ def _is_one_sided(node: fx.Node, effects: Effects) -> bool:
 
 def _followed(node: fx.Node, effects: Effects) -> set[fx.Node]:
     """What is made of a cumulative sum of logarithms: up to products after an exponential, and what these give."""
-    found: dict[fx.Node, bool] = {node: False}
-    queue = [node]
-    while queue and len(found) < _REACH:
-        current = queue.pop(0)
-        for user in current.users:
-            call = effects.calls[user]
-            if user in found or call is None:
-                continue
-            is_decay = found[current] or call.name in _EXPONENTIALS
-            is_product = call.name in contraction.PRODUCTS | _SOLVERS
-            passes = is_pointwise(call) or layout.is_view(call) or layout.rearranges(call) or call.name in _THROUGH
-            if passes or (is_product and found[current]):
-                found[user] = is_decay
-                queue.append(user)
-    return set(found)
+
+    def users(of: fx.Node, names: frozenset[str]) -> Iterator[fx.Node]:
+        calls = (effects.calls[user] for user in of.users)
+        return (call.node for call in calls if call and (call.name in names or is_pointwise(call) or _is_moved(call)))
+
+    before = [*reached([node], lambda each: users(each, _THROUGH), _REACH)]
+    decays = [each for each in before if effects.name(each) in _EXPONENTIALS]
+    return {*before, *reached(decays, lambda each: users(each, _THROUGH | contraction.PRODUCTS | _SOLVERS), _REACH)}
+
+
+def _is_moved(call: Call) -> bool:
+    return layout.is_view(call) or layout.rearranges(call)

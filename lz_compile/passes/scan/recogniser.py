@@ -23,7 +23,7 @@ from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, prefix_sc
 from lz_compile.passes.loops.recurrence.prefix_scan_logs import log_scans
 from lz_compile.passes.loops.recurrence.step_check import check, with_drops
 from lz_compile.passes.loops.recurrence.step_form import StepForm
-from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
+from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, results_of, scan_call
 from lz_compile.passes.loops.recurrence.transition import Transition
 
 OP = "scan"
@@ -48,7 +48,7 @@ class Loops:
         Raises:
             RefusedError: its step has no structure that the op knows.
         """
-        results, ambient = call.results(), self.effects.ambient(call.node)
+        results, ambient = results_of(call.node), self.effects.ambient(call.node)
         refuse_transformed(ambient)
         check_written(call.node, call.operands, max(call.node.users), self.effects)
         plan = self._readings.plan(call, ambient)

@@ -26,7 +26,7 @@ from lz_compile.passes.loops.recurrence.plan import Part, Plan, Readings
 from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, erase_scan, insert_scan, replace_results
 from lz_compile.passes.loops.recurrence.states import is_indicator, restated
 from lz_compile.passes.loops.recurrence.step_rules import moves_only
-from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, scan_call
+from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, results_of, scan_call
 from lz_compile.passes.loops.roll.scan_outputs import scans_of_ours
 from lz_compile.passes.loops.roll.worthwhile import takes_long
 from lz_compile.passes.rewriting.core import wants_grad
@@ -180,7 +180,7 @@ class _Loop:
         self.final: dict[int, fx.Node] = {}
         self.masks = {node: around.call(aten.ne.Scalar, self._given(node), 0) for node in plan.form.indicators}
         changing = {state for part in plan.parts for state in part.states}
-        read = call.results()
+        read = results_of(call.node)
         for index, state in enumerate(step.states):
             if index not in changing:
                 self.batched.always[state] = call.init[index]
@@ -348,7 +348,7 @@ def _shortened(call: ScanCall) -> tuple[fx.GraphModule, fx.Node]:
             "example_value": (*whole[: len(init)], *(each[:_FEW] for each in whole[len(init) :])),
         }
     results = []
-    for users in call.results().values():
+    for users in results_of(call.node).values():
         for user in users:
             results.append(graph.call_function(operator.getitem, (scan, user.args[1])))
             results[-1].meta = {**user.meta, "example_value": value_of(scan)[user.args[1]]}

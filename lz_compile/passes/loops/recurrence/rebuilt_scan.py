@@ -15,7 +15,7 @@ from lz_compile.passes.formula.layout import stride_order
 from lz_compile.passes.graph.refusal import hold
 from lz_compile.passes.graph.view import known_tensor
 from lz_compile.passes.loops.recurrence.batched import Around
-from lz_compile.passes.loops.recurrence.step_trace import PART, SCAN, ScanCall
+from lz_compile.passes.loops.recurrence.step_trace import PART, SCAN, ScanCall, results_of
 from lz_compile.passes.rewriting.core import wants_grad
 
 aten = torch.ops.aten
@@ -122,7 +122,7 @@ def replace_results(call: ScanCall, values: Sequence[fx.Node], around: Around) -
     """Let everybody who reads a scan read these values: each result has memory of its own, as before, and its strides."""
     taken: set[fx.Node] = set()
     replaced: list[tuple[fx.Node, fx.Node]] = []
-    for place, nodes in call.results().items():
+    for place, nodes in results_of(call.node).items():
         value = values[place]
         if value in taken:
             value = around.call(aten.clone.default, value, **CONTIGUOUS)

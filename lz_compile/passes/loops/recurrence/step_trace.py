@@ -56,14 +56,19 @@ class ScanCall:
         """The number of steps."""
         return known_tensor(self.xs[0]).shape[0]
 
-    def results(self) -> dict[int, list[fx.Node]]:
-        """The nodes that pick a result, by its place: final states, then what the steps give."""
-        found: dict[int, list[fx.Node]] = {}
-        for user in self.node.users:
-            if user.target is not operator.getitem or not isinstance(user.args[1], int):
-                raise RefusedError("SCAN_USED_WHOLE", f"{told(user)} takes all results of a scan", "unpack them")
-            found.setdefault(user.args[1], []).append(user)
-        return found
+
+def results_of(node: fx.Node) -> dict[int, list[fx.Node]]:
+    """The nodes that pick a result of a scan, by its place: of a loop, final states come first, then what the steps give.
+
+    Raises:
+        RefusedError: somebody takes all of them.
+    """
+    found: dict[int, list[fx.Node]] = {}
+    for user in node.users:
+        if user.target is not operator.getitem or not isinstance(user.args[1], int):
+            raise RefusedError("SCAN_USED_WHOLE", f"{told(user)} takes all results of a scan", "unpack them")
+        found.setdefault(user.args[1], []).append(user)
+    return found
 
 
 def scan_call(node: fx.Node) -> ScanCall | None:
