@@ -1,4 +1,4 @@
-"""Calls of our own functions, which graphs hold as operators ``layerzero::<op>``."""
+"""Matches of calls of our own functions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from lz_compile.lowering.operands import Operands
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.own_calls import is_own_call
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.match import Driver, Match, Outcome, TableEmitter
 
@@ -41,19 +40,4 @@ def op_calls(
     op: str, graph: fx.Graph, effects: Effects, match: Callable[[fx.Node, Effects], Match]
 ) -> Iterator[Outcome]:
     """Every call of ``layerzero::<op>`` that somebody reads, as ``match`` has it, and what it refuses."""
-
-    def is_own(node: fx.Node) -> bool:
-        packet = getattr(node.target, "overloadpacket", node.target) if node.op == "call_function" else None
-        return bool(node.users) and getattr(packet, "_qualified_op_name", "") == f"layerzero::{op}"
-
-    return Driver(op).walk(graph.nodes, is_own, lambda node: match(node, effects))
-
-
-def arguments_of(
-    node: fx.Node, operands: type[Operands], *named: str
-) -> tuple[dict[str, fx.Node], dict[str, torch.Tensor], dict[str, Any]]:
-    """The operands that a call is given, what is known of these, and the arguments of other names, which come behind."""
-    arguments: dict[str, Any] = dict(zip((*operands.names, *named), node.args, strict=False)) | node.kwargs
-    given = {name: each for name in operands.names if isinstance(each := arguments.get(name), fx.Node)}
-    tensors = {name: tensor for name, each in given.items() if (tensor := tensor_of(each)) is not None}
-    return given, tensors, {name: arguments[name] for name in named}
+    return Driver(op).walk(graph.nodes, lambda node: is_own_call(op, node), lambda node: match(node, effects))

@@ -20,11 +20,12 @@ from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFa
 from lz_compile.lowering.token_bits import WORD, word_count
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.own_calls import arguments_of
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.writes import refuse_transformed
 from lz_compile.passes.rewriting.core import Core, wants_grad
 from lz_compile.passes.rewriting.match import Driver, Found, Input, Match, Outcome, Site, Trial
-from lz_compile.passes.rewriting.op_calls import CallEmitter, arguments_of, op_calls
+from lz_compile.passes.rewriting.op_calls import CallEmitter, op_calls
 from lz_compile.passes.sampling.emitter import SamplingEmitter, check_repeatable
 from lz_compile.passes.sampling.excerpt import Affected, Excerpt, excerpt
 from lz_compile.passes.sampling.kept import Limits

@@ -16,12 +16,13 @@ from lz_compile.lowering.ops import scan as scan_op
 from lz_compile.lowering.ops.scan import DIMS, RESULTS, Operands, ScanSizes
 from lz_compile.passes.formula.axes import broadcast_from, fresh
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.own_calls import arguments_of
 from lz_compile.passes.graph.view import where_of
 from lz_compile.passes.graph.writes import refuse_transformed
 from lz_compile.passes.loops.recurrence.step_trace import results_of
 from lz_compile.passes.rewriting.core import wants_grad
 from lz_compile.passes.rewriting.match import Found, Input, Match, Outcome, Site, Trial
-from lz_compile.passes.rewriting.op_calls import CallEmitter, arguments_of, op_calls
+from lz_compile.passes.rewriting.op_calls import CallEmitter, op_calls
 from lz_compile.passes.scan.recogniser import OP, check_written
 
 _ERASING = "S[k,v] <- decay S[k,v] + left[k] (right[v] - sum over k' of erase[k'] S[k',v])"
