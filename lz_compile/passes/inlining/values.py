@@ -30,7 +30,7 @@ from lz_compile.passes.inlining.memory import Memories, View, undone
 from lz_compile.passes.inlining.out_of_place import ACTIVATIONS, forgets, forms
 from lz_compile.passes.loops.roll.piece_values import piece_value
 from lz_compile.passes.loops.roll.piece_writes import is_overwritten, store_pieces
-from lz_compile.passes.loops.roll.slices import places_of
+from lz_compile.passes.loops.roll.slices import single_cut
 from lz_compile.passes.loops.roll.steps import kind_of
 from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 from lz_compile.passes.sampling.ordering import ORDERING
@@ -230,14 +230,10 @@ class _Stage:
             or not self._is_cut_rarely(view)
         ):
             return None
-        elements = layout.elements_of(node.args[1], old)
-        cuts = [(dim, each) for dim, each in enumerate(elements or ()) if each != slice(None)]
-        if elements is None or None in elements or len(cuts) != 1:
+        found = single_cut(node.args[1], old)
+        if found is None:
             return None
-        (dim, cut), size = cuts[0], shape_of(old)[cuts[0][0]]
-        places, drops = (places_of(cut, size) if isinstance(size, int) else None) or (None, False)
-        if places is None:
-            return None
+        dim, places, drops = found
         piece = slice(places.start, places.stop, places.step)
         return self._put(node, view, dim, piece, drops, node.args[2], is_piece=is_piece)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,11 +59,10 @@ _MOST_CHANGES = 4
 
 @dataclass
 class Restated:
-    """A loop, how it comes apart (or why it does not), and what was tried out in the graph for that."""
+    """A loop, how it comes apart (None: not at all), and what was tried out in the graph for that."""
 
     call: ScanCall
     plan: Plan | None
-    refusal: RefusedError | None
     tried: list[Rebuilt] = field(default_factory=list)
 
     @property
@@ -102,9 +102,9 @@ def restated(call: ScanCall, ambient: Ambient, readings: Readings) -> Restated:
 
 def _planned(call: ScanCall, ambient: Ambient, readings: Readings, tried: list[Rebuilt] | None = None) -> Restated:
     try:
-        return Restated(call, readings.plan(call, ambient), None, tried or [])
-    except RefusedError as refusal:
-        return Restated(call, None, refusal, tried or [])
+        return Restated(call, readings.plan(call, ambient), tried or [])
+    except RefusedError:  # the recogniser says why
+        return Restated(call, None, tried or [])
 
 
 def _is_plain(call: ScanCall) -> bool:
@@ -115,15 +115,10 @@ def _is_plain(call: ScanCall) -> bool:
 
 def _changed(current: Restated, ambient: Ambient) -> Rebuilt | None:
     """The next change that can be made: states are cut before they are joined."""
-    call = current.call
-    around = Around(call, ambient)
-    changes: list[Callable[[], Rewritten | None]] = []
-    if not current.tried:
-        changes.append(lambda: _split(call, ambient, around))
-    changes.append(lambda: _joined(current, around))
-    for change in changes:
+    around = Around(current.call, ambient)
+    for change in (_joined,) if current.tried else (_split, _joined):
         try:
-            rebuilt = rebuild(call, around, change)
+            rebuilt = rebuild(current.call, around, partial(change, current, around))
         except RefusedError:
             continue  # a step that cannot be traced is refused for that already
         if rebuilt is not None:
@@ -131,9 +126,9 @@ def _changed(current: Restated, ambient: Ambient) -> Rebuilt | None:
     return None
 
 
-def _split(call: ScanCall, ambient: Ambient, around: Around) -> Rewritten | None:
-    step = trace_step(call, ambient)
-    return None if step.sizes else split_states(call, step, around)
+def _split(current: Restated, around: Around) -> Rewritten | None:
+    step = trace_step(current.call, around.ambient)
+    return None if step.sizes else split_states(current.call, step, around)
 
 
 def _joined(current: Restated, around: Around) -> Rewritten | None:

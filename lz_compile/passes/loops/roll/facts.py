@@ -139,7 +139,7 @@ def read_loop(steps: Steps, ambient: Ambient) -> Loop:
     count = _steps_read(steps, uses)
     if count < steps.count:
         return read_loop(replace(steps, count=count), ambient)
-    collectors = _collectors(steps, uses)
+    collectors = _collectors(uses)
     finals = {index: slot for slot, index in body.made_by.items()}
     differentiated = steps.versions.differentiated
     graded = [use for use in uses if use.reader in differentiated and _is_attached(steps, use)]
@@ -232,7 +232,7 @@ def _is_in_step(body: Body, index: int) -> bool:
     return index not in body.hoisted and index not in body.cuts
 
 
-def _collectors(steps: Steps, uses: Sequence[Use]) -> list[Collector]:
+def _collectors(uses: Sequence[Use]) -> list[Collector]:
     by_reader: dict[fx.Node, list[Use]] = {}
     for use in uses:
         by_reader.setdefault(use.reader, []).append(use)

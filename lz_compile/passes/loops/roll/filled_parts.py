@@ -17,14 +17,13 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.editing.edit import MayEdit, anywhere
-from lz_compile.passes.formula.layout import elements_of
 from lz_compile.passes.formula.moves import order_in_memory
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of
 from lz_compile.passes.graph.writes import NEW
-from lz_compile.passes.loops.roll.slices import places_of
+from lz_compile.passes.loops.roll.slices import single_cut
 from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 
 #: No model fills a tensor by more parts; a loop may.
@@ -107,13 +106,8 @@ def _part(write: fx.Node, target: fx.Node, new: fx.Node, tensor: torch.Tensor) -
         index, value = target.args[1], write.args[1]
     else:
         return None
-    elements, shape = elements_of(index, tensor), shape_of(tensor)
-    cuts = [] if elements is None else [(d, each) for d, each in enumerate(elements) if each != slice(None)]
-    if len(cuts) != 1 or not isinstance(value, fx.Node):
-        return None
-    (dim, cut), size = cuts[0], shape[cuts[0][0]]
-    found = places_of(cut, size) if isinstance(size, int) else None
-    part = None if found is None else _Part(write, value, dim, *found)
+    found = single_cut(index, tensor) if isinstance(value, fx.Node) else None
+    part = None if found is None else _Part(write, value, *found)
     return part if part is not None and _fits(part, tensor) else None
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import fx
 
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.layout import elements_of
 from lz_compile.passes.formula.pieces import SPLITS, named_dim
 from lz_compile.passes.graph.effects import RESHAPERS, Effects
@@ -293,6 +295,17 @@ def places_of(element: Any, size: int) -> tuple[range, bool] | None:
     ends = (element.start, element.stop, element.step) if isinstance(element, slice) else (element,)
     is_known = len(ends) > 1 and all(each is None or isinstance(each, int) for each in ends)
     return (range(*element.indices(size)), False) if is_known else None
+
+
+def single_cut(index: Any, tensor: torch.Tensor) -> tuple[int, range, bool] | None:
+    """The one dimension that an index cuts, the places that it selects there, and whether it drops it; None for others."""
+    cuts = [(dim, each) for dim, each in enumerate(elements_of(index, tensor) or ()) if each != _UNTOUCHED]
+    if len(cuts) != 1:
+        return None
+    ((dim, element),) = cuts
+    size = shape_of(tensor)[dim]
+    found = places_of(element, size) if isinstance(size, int) else None
+    return None if found is None else (dim, *found)
 
 
 def _picked(calls: Sequence[Call], resolve: Resolve) -> Slices | None:
