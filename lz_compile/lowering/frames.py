@@ -267,7 +267,7 @@ def guard_values(placeholders: Iterable[fx.Node]) -> bool:
 
 
 def guard_offsets(placeholders: Iterable[fx.Node]) -> None:
-    """Make the compiled code hold only for tensors that begin at the same place of their memory, which Dynamo does not ask."""
+    """Make the compiled code hold only for tensors that begin where these begin in their memory: Dynamo does not ask that."""
     for placeholder in placeholders:
         argument: Any = placeholder.meta.get("grapharg")
         if getattr(argument, "source", None) is not None and TracingContext.try_get() is not None:
