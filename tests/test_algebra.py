@@ -606,6 +606,32 @@ def test_a_leaf_is_the_same_after_one_of_its_axes_was_cut() -> None:
     assert len(region.leaves) == 1
 
 
+def _in_one_step(q: Tensor) -> Tensor:
+    with torch.no_grad():
+        halved = q / 2
+    return halved + q
+
+
+def _in_two_steps(q: Tensor) -> Tensor:
+    with torch.no_grad():
+        halved = q / 2
+        turned = -halved
+    return turned + q
+
+
+def _read_without_gradients_only(q: Tensor) -> Tensor:
+    with torch.no_grad():
+        return -(q / 2)
+
+
+@pytest.mark.parametrize(("fn", "leaves"), [(_in_one_step, 2), (_in_two_steps, 2), (_read_without_gradients_only, 1)])
+def test_what_was_made_without_gradients_is_not_read_through(fn: Callable[..., Tensor], leaves: int) -> None:
+    """However far up it is that something has one: what is read through has a gradient."""
+    module = capture(fn, INPUTS["q"].clone().requires_grad_())
+    _, region, _ = expressed(module)
+    assert len(region.leaves) == leaves
+
+
 def test_dropout_stays_with_its_probability_and_vanishes_where_it_does_nothing() -> None:
     expression, region, _ = expressed(captured(lambda a: F.dropout(a, 0.25) * 2))
     (symbol,) = region.leaves

@@ -838,6 +838,33 @@ def test_a_weight_that_is_packed_for_the_instructions_of_a_machine_is_a_near_mis
     assert "the weight is laid out for the instructions of this machine" in backend.why_not()
 
 
+def test_bytes_in_one_dimension_are_a_weight():
+    """As NF4 is kept, with a scale for every so many numbers in a row."""
+    rows, columns, block = 64, 128, 64
+    packed = torch.randint(0, 256, (rows * columns // 2,), dtype=torch.uint8)
+    scale, codebook, x = torch.rand(rows * columns // block), torch.randn(16), torch.randn(4, columns)
+
+    def function(x, packed, scale, codebook):
+        numbers = torch.stack([packed >> 4, packed & 15], -1).reshape(-1).to(torch.int32)
+        return x @ (codebook[numbers].reshape(-1, block) * scale[:, None]).reshape(rows, columns).t()
+
+    found, backend = rewritten(function, x, packed, scale, codebook)
+    assert backend.report.matches[0].rewritten, backend.why_not()
+    torch.testing.assert_close(
+        found.double(), function(x.double(), packed, scale.double(), codebook.double()), rtol=1e-4, atol=1e-4
+    )
+
+
+def test_a_row_of_flags_for_columns_is_no_weight():
+    _, backend = rewritten(
+        lambda x, w, kept: F.linear(x, w * kept.bool()),
+        X,
+        torch.randn(12, X.shape[-1]),
+        torch.ones(X.shape[-1], dtype=torch.uint8),
+    )
+    assert not [each for each in (*backend.report.matches, *backend.report.near_misses) if each.op == "linear"]
+
+
 def test_groups_of_few_columns_are_not_for_the_kernel():
     scale = torch.rand(12, 8)
 

@@ -678,6 +678,29 @@ def test_a_row_of_zeros_stays_zero_and_nan_stays_in_its_row() -> None:
     assert only(backend).rewritten
 
 
+def _by_differences(x: Tensor) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    return centred * torch.rsqrt((centred * centred).mean(-1, keepdim=True) + 1e-5)
+
+
+def _by_moments(x: Tensor) -> Tensor:
+    mean = x.mean(-1, keepdim=True)
+    return (x - mean) * torch.rsqrt((x * x).mean(-1, keepdim=True) - mean * mean + 1e-5)
+
+
+def _by_variance(x: Tensor) -> Tensor:
+    return (x - x.mean(-1, keepdim=True)) * torch.rsqrt(x.var(-1, keepdim=True, correction=0) + 1e-5)
+
+
+@pytest.mark.parametrize("function", [_rms, _by_differences, _by_moments, _by_variance])
+def test_norms_agree_up_to_where_squares_overflow(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(4, 24)
+    x = torch.cat((x, x * 1e18, x * 1e-18))
+    got, backend = compiled(function, x)
+    assert only(backend).rewritten
+    torch.testing.assert_close(got, function(x), rtol=1e-4, atol=1e-4)
+
+
 # ---- real models -----------------------------------------------------------------------------------------------------
 
 FAMILIES = ("llama", "gemma2", "t5", "bert", "swin", "olmo2", "qwen3")

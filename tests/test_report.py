@@ -841,6 +841,13 @@ def test_a_fault_goes_into_the_log_with_its_traceback(monkeypatch):
     assert kwargs["exc_info"] is error
 
 
+def test_an_error_is_told_once() -> None:
+    with events.collect() as found:
+        events.record("CODE", "it raised ValueError: planted", ValueError("planted\nand more"))
+        events.record("CODE", "it raised", ValueError())
+    assert [event.message for event in found] == ["it raised ValueError: planted", "it raised: ValueError: "]
+
+
 @pytest.mark.parametrize(
     ("us", "text"), [(0.25, "0.25 µs"), (999.4, "999 µs"), (999.6, "1 ms"), (101_900.0, "102 ms"), (1.5e6, "1.5 s")]
 )

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import lz_compile as lz
-from lz_compile.ground.events import collect
+from lz_compile.ground.events import collect, logger
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 
 generated = settings(
@@ -226,6 +226,17 @@ STAYS = {
     "another list": ("out = []\nsame = out\nfor t in range(x.shape[1]):\n    out.append(x[:, t])\nh = torch.stack(same)", "no list that was made"),
     "some steps": ("out = []\nfor t in range(x.shape[1]):\n    if h is None:\n        out.append(h)\n    h = h + x[:, t]", "not every step"),
 }  # fmt: skip
+
+
+def test_what_a_trial_raises_goes_into_the_log_with_its_traceback(tmp_path, monkeypatch):
+    heard = []
+    monkeypatch.setattr(logger, "info", lambda *_, exc_info=None: heard.append(exc_info))
+    text = "def loop(x):\n    h = torch.zeros(2, 3)\n    for t in range(x.shape[1]):\n        h = h + x[:, t]\n    return h @ h"
+    with collect() as events:
+        lz.roll_loops(written(tmp_path, text), torch.randn(2, 9, 3))
+    assert "it cannot be tried: RuntimeError" in events[0].message
+    assert [type(error) for error in heard if error is not None] == [RuntimeError]
+    assert heard[0].__traceback__ is not None
 
 
 @pytest.mark.parametrize("name", STAYS)

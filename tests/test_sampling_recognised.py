@@ -331,7 +331,15 @@ def read_inside(x):
     return x.masked_fill(x < least, -INF), least
 
 
+def written_back(x):
+    """As vLLM filters, into what it was handed."""
+    ordered, places = x.sort(-1)
+    ordered.masked_fill_(ordered < ordered[..., -9:-8], -INF)
+    return x.scatter_(-1, places, ordered).softmax(-1)
+
+
 REFUSED = {
+    written_back: "SCORES_WRITTEN_BACK",
     three_at_least: "LIMIT_UNKNOWN",
     drawn_in_order: "DRAWN_IN_ORDER",
     not_normalised: "NOT_NORMALISED",

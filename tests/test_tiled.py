@@ -228,3 +228,19 @@ def test_without_keys_results_and_gradients_are_zeros(is_trained):
     if is_trained:
         gradients = torch.autograd.grad(found, operands, torch.ones_like(found))
         torch.testing.assert_close(list(gradients), [torch.zeros_like(each) for each in operands])
+
+
+@pytest.mark.parametrize("band", [None, Band(None, 0)], ids=["mask", "mask_and_band"])
+def test_a_row_of_nan_that_masks_every_key_gives_queries_and_keys_no_gradient(band: Band | None) -> None:
+    """As ``where`` gives none to what it drops; the values get NaN."""
+    attrs = AttentionAttrs(has_mask=True, selects_masked=True, band=band)
+    mask = torch.rand(1, 1, 6, 6, generator=torch.Generator().manual_seed(0)) > 0.4
+    mask[..., 2, :] = False
+    given = [each.requires_grad_() for each in torch.randn(3, 1, 2, 6, 4).unbind()]
+    outcomes = []
+    for function in (attention_op.reference, tiled.attention):
+        result = function(attention_op.Operands(*given, mask=mask), attrs)
+        outcomes.append([result, *torch.autograd.grad(result.sum(), given)])
+    torch.testing.assert_close(*outcomes, equal_nan=True)
+    assert not outcomes[1][1].isnan().any()
+    assert outcomes[1][3].isnan().all()

@@ -150,6 +150,10 @@ def _scores_of_another_graph(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (found * 2).softmax(-1) @ v
 
 
+def _keys_normalised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q @ (k.softmax(-2).mT @ v)
+
+
 def _no_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores(q, k).softmax(-1) * v.sum()
 
@@ -181,6 +185,7 @@ UNREAD: dict[Callable[..., Tensor], str] = {
     _both_mixed: "[HEADS_MIXED] the scores of different heads",
     _norms_of_differences: "[SCORES_ARE_DISTANCES] the scores are distances between queries and keys",
     _scores_of_another_graph: "[SCORES_FROM_OUTSIDE] the scores are an input of this graph",
+    _keys_normalised: "[FEATURES_NORMALISED] the softmax is of an input itself",
     _no_values: "[NO_VALUES] the probabilities meet no values",
 }
 
@@ -200,6 +205,13 @@ def test_what_looks_like_attention_is_told_with_its_reason(attention: Callable[.
     assert str(miss.reason).startswith(UNREAD[attention])
     assert miss.edit
     assert miss.where.startswith(__file__)
+
+
+def test_queries_and_keys_that_are_normalised_are_no_scores() -> None:
+    """As in efficient attention."""
+    backend, (q, k, v) = Rewriting(strict=True), operands()
+    torch.compile(lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v), backend=backend)(q, k, v)
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["FEATURES_NORMALISED"] * 2
 
 
 class Router(nn.Module):

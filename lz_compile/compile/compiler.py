@@ -24,6 +24,7 @@ from lz_compile.lowering import (
     step_loop as _step_loop,  # noqa: F401 it looks through what Inductor compiles, and defines its operator
 )
 from lz_compile.passes.graph.gradients import note_as_handed_in
+from lz_compile.passes.graph.places import read_by_place
 from lz_compile.passes.graph.snapshot import Snapshot
 from lz_compile.report.dump import Dump
 from lz_compile.report.report import GraphReport, new_report
@@ -81,6 +82,7 @@ def _process(
     with events.collect() as happened:
         try:
             note_as_handed_in(module.graph, inputs)
+            frames.guard_offsets(read_by_place(module.graph))
             snapshot = Snapshot(module)
             original = None if options.verify == "off" else keep(module)
             unfolded = _rewrite(module, options, report, dump, snapshot)

@@ -20,6 +20,7 @@ from lz_compile.passes.graph.effects import RESHAPERS, Effects
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, reshaped
 from lz_compile.passes.inlining.inline import Inlined, inline
+from lz_compile.passes.inlining.passed_on import pass_on
 from lz_compile.passes.loops.recurrence.distribute import Distributed, distribute, why_unknown
 from lz_compile.passes.loops.roll.reroll import RolledLoop, never, reroll, scans_of
 from lz_compile.passes.proof.resize import input_left_out
@@ -29,6 +30,16 @@ from lz_compile.report.findings import LoopReport, MissReport
 
 #: Of Python calls, while a graph is read.
 _RECURSION = 50_000
+
+
+def pass_on_inputs(state: State) -> None:
+    """Dropout that drops nothing is its input, and lies in its memory; it stays where a shape changes in place."""
+    if _tells_shapes(state):
+        state.change(
+            Rewrite(
+                "taking out dropout that drops nothing", partial(pass_on, state.module.graph), shown="it is its input"
+            )
+        )
 
 
 def spell_out(state: State) -> None:
@@ -50,9 +61,7 @@ def edit_all(does: str, code: str, edit: Edit, state: State) -> None:
 
     Where a shape changes in place, who read it before is noted to have read another one: such a graph stays as it is.
     """
-    reason = _why_reshaped(state.module.graph)
-    if reason is not None:
-        state.report.unproven += [] if reason in state.report.unproven else [reason]
+    if not _tells_shapes(state):
         return
     before, state.before = state.snapshot(), None
     count, faults = apply_places(state.module, does, edit, state.report.unproven, before)
@@ -64,13 +73,16 @@ def edit_all(does: str, code: str, edit: Edit, state: State) -> None:
         state.fail("EDIT_REFUTED" if isinstance(error, RefutedError) else code, at, error)
 
 
-def _why_reshaped(graph: fx.Graph) -> Reason | None:
-    """Which tensor has another shape than it had when it was read; None where there is none."""
+def _tells_shapes(state: State) -> bool:
+    """Whether every tensor has the shape that it had when it was read; a reason of the report where one has not."""
+    graph = state.module.graph
     if not any(graph.find_nodes(op="call_method", target=f"{name}_") for name in RESHAPERS):
-        return None
+        return True
     effects = Effects(graph)
     found = effects.reshaped_after_read(effects.position, max(graph.nodes))
-    return None if found is None else reshaped(*found).reason
+    reason = None if found is None else reshaped(*found).reason
+    state.report.unproven += [] if reason is None or reason in state.report.unproven else [reason]
+    return reason is None
 
 
 def roll(state: State) -> None:

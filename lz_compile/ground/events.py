@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lz_compile.ground import telemetry
+from lz_compile.ground.reasons import first_line
 from lz_compile.ground.records import Record
 
 logger = logging.getLogger("lz_compile")
@@ -34,15 +35,21 @@ _sinks = _Sinks()
 
 
 def record(code: str, message: str, error: BaseException | None = None, *, level: int = logging.WARNING) -> None:
-    """Note an event; with ``error``, its type and text are part of the message and its traceback goes to the log.
+    """Note an event; with ``error``, its type and text are part of the message (once) and its traceback goes to the log.
 
     ``level`` is that of the log: CRITICAL for what must stop whoever listens.
     """
-    text = message if error is None else f"{message}: {type(error).__name__}: {error}"
+    told = "" if error is None else first_line(error)
+    text = message if error is None or (told and told in message) else f"{message}: {type(error).__name__}: {error}"
     logger.log(level, "[%s] %s", code, text, exc_info=error, extra={"lz_compile": {"code": code}})
     telemetry.count("events", code=code)
     for sink in _sinks.open:
         sink.append(Event(code, text))
+
+
+def trace(what: str, error: BaseException) -> None:
+    """Put the traceback of an error into the log that became a reason in words: what that says is told with the reason."""
+    logger.info("%s", what, exc_info=error)
 
 
 def pass_on(happened: Iterable[tuple[str, str]]) -> None:

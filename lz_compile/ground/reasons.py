@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lz_compile.ground.records import Record
 
 
-def first_line(error: Exception | str) -> str:
+def first_line(error: BaseException | str) -> str:
     """What an error says, without the details that follow."""
     return str(error).strip().partition("\n")[0]
 

@@ -266,6 +266,20 @@ def guard_values(placeholders: Iterable[fx.Node]) -> bool:
     return len(buffers) == len(found) and all(buffer.guard() for buffer in buffers)
 
 
+def guard_offsets(placeholders: Iterable[fx.Node]) -> None:
+    """Make the compiled code hold only for tensors that begin where these begin in their memory: Dynamo does not ask that."""
+    for placeholder in placeholders:
+        argument: Any = placeholder.meta.get("grapharg")
+        if getattr(argument, "source", None) is not None and TracingContext.try_get() is not None:
+            install_guard(Guard(argument.source, partial(_begins_at, argument.example.storage_offset())))
+
+
+def _begins_at(offset: int, builder: GuardBuilder, guard: Guard) -> None:
+    text = f"{guard.name} begins at element {offset} of its memory"
+    manager, told = builder.get_guard_manager(guard), get_verbose_code_parts(text, guard)
+    manager.add_lambda_guard(lambda tensor: tensor.storage_offset() == offset, told, guard.user_stack)
+
+
 @dataclass(frozen=True)
 class _Buffer:
     """A tensor of a module, in the function that is being compiled."""

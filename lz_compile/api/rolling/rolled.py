@@ -23,7 +23,7 @@ from lz_compile.api.rolling.running import Support, refusals
 from lz_compile.api.rolling.source import rolled
 from lz_compile.api.rolling.syntax import NotRolledError
 from lz_compile.api.rolling.twins import Part, parts_of
-from lz_compile.ground.events import record
+from lz_compile.ground.events import record, trace
 
 T = TypeVar("T", bound="Callable[..., Any]")
 
@@ -181,7 +181,7 @@ class _Session:
                 expected += ends
             except Exception as error:  # noqa: BLE001  # what cannot be copied, or called so, is not proven
                 self.support.homes.clear()
-                return self._refuse(f"it cannot be tried: {_text(error)}")
+                return self._refuse("it cannot be tried", error)
             if not self.support.places:
                 return False
             self.support.try_()
@@ -193,7 +193,7 @@ class _Session:
             except NotRolledError as error:
                 return self._refuse(str(error))
             except Exception as error:  # noqa: BLE001  # whatever a compiler says to a scan, the loop stays
-                return self._refuse(f"it is not traced as a scan: {_text(error)}")
+                return self._refuse("it is not traced as a scan", error)
         return bool(self.support.tried)
 
     def _expected(self, given: tuple[Any, ...], named: dict[str, Any], *, is_flipped: bool) -> list[Any]:
@@ -219,8 +219,11 @@ class _Session:
             self.support.root = self.root
             self.support.settle()
 
-    def _refuse(self, why: str) -> bool:
+    def _refuse(self, why: str, error: Exception | None = None) -> bool:
         """Refuse the loop that ran, or all where none did; of several it is not known which it is."""
+        if error is not None:
+            trace(f"a loop is not rolled: {why}", error)
+            why = f"{why}: {_text(error)}"
         if len(self.support.tried) < 2:
             for key in self.support.tried or range(len(self.support.places)):
                 self.support.refuse(*self.support.places[key], why)

@@ -50,6 +50,13 @@ _FROM_OUTSIDE = (
     ),
     "have both products in one graph (TORCH_LOGS=graph_breaks says what broke it)",
 )
+_FEATURES = (
+    Reason(
+        "FEATURES_NORMALISED",
+        "the softmax is of an input itself, as of queries and keys in linear attention: no scores are normalised",
+    ),
+    "weigh the values by softmax(query @ key^T) where attention is meant; linear attention stays with Inductor",
+)
 _COMBINED = (
     Reason(
         "PROBABILITIES_COMBINED",
@@ -116,7 +123,9 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
     if after is None:
         return _PLACE_BY_PLACE if before is not None and _weighs_by_place(effects, call, before) else None
     if before is None:
-        return _FROM_OUTSIDE if _holds(_is_from_outside, region, call, after[-1]) else None
+        if not _holds(_is_from_outside, region, call, after[-1]):
+            return None
+        return _FEATURES if keys != dims[-1] or _holds(_weighs_a_sum, region, after[-1]) else _FROM_OUTSIDE
     if refused is None and is_distance(effects, before[-1]):
         return _DISTANCES
     return refused or _large(region) or _through(effects, "scores", before)
@@ -215,6 +224,14 @@ def _is_from_outside(region: Region, call: Call, product: fx.Node) -> bool:
         bool(set(axes_of(weights.dims)) - {*atoms(outer.summed), *axes_of(values.dims)})
         and all(node.op == "placeholder" for node in sources)
         and any(_is_whole(node, call.node) and not is_weight(node) for node in sources)
+    )
+
+
+def _weighs_a_sum(region: Region, product: fx.Node) -> bool:
+    """Whether one factor of a product is a sum of values that a softmax weighs: keys and values of all positions."""
+    return any(
+        is_product(region, factor) and any(region.reaches(each, _NORMALISED, factor) for each in factor.all_input_nodes)
+        for factor in product.all_input_nodes
     )
 
 

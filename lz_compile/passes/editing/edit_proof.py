@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground import machine
+from lz_compile.ground.events import trace
 from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.store import Store
 from lz_compile.lowering import frames
@@ -67,6 +68,7 @@ def unlike_loop(module: Snapshot, scan: fx.Node) -> Verdict:
         with frames.apart():
             return Verdict(trial.difference(positive=False))
     except (NotRunnableError, WrittenBehind, RuntimeError, TypeError) as error:
+        trace("a loop is not held against what it is proven with", error)
         return Verdict(unproven=str(error))
 
 
@@ -107,6 +109,7 @@ def _difference(before: Snapshot, after: Snapshot, graph: fx.Graph) -> Verdict:
             behind = error.behind
             continue
         except (RuntimeError, TypeError) as error:  # dtypes without arithmetic, out of memory
+            trace("an edit cannot be compared", error)
             return Verdict(refuted, "" if refuted else f"its results cannot be compared ({error})")
         if not differs or len(stretch.ahead) <= first:
             return Verdict(differs)
@@ -199,6 +202,7 @@ class _Trial:
         if isinstance(edited, NotRunnableError):
             raise edited
         if isinstance(edited, Exception):
+            trace("an edited graph raises", edited)
             edited = Ran([], {}, None, error=f"{type(edited).__name__}: {edited}")
         return original, edited
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -190,7 +191,18 @@ class Effects:
         """Whether a value was made without gradients of what has one, and is read where they are recorded."""
         if reader is None or grad_enabled(self.ambient(node)) or not grad_enabled(self.ambient(reader)):
             return False
-        return any(tensor is not None and tensor.requires_grad for tensor in map(tensor_of, node.all_input_nodes))
+        return node in self._graded
+
+    @cached_property
+    def _graded(self) -> set[fx.Node]:
+        """Nodes that have a gradient, and those that would have one if none were made where gradients are off."""
+        found: set[fx.Node] = set()
+        for node, ambient in self._ambient.items():
+            tensor = tensor_of(node)
+            is_made_of = not grad_enabled(ambient) and not found.isdisjoint(node.all_input_nodes)
+            if is_made_of or (tensor is not None and tensor.requires_grad):
+                found.add(node)
+        return found
 
     def why_not_moved(self, node: fx.Node, place: fx.Node) -> str:
         """Why ``node`` would give something else if it were computed right before ``place``; empty where it would not.

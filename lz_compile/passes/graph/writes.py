@@ -180,7 +180,7 @@ def refuse_transformed(ambient: Ambient) -> None:
 
 def _objection(node: fx.Node, call: Call) -> tuple[str, str, str] | None:
     name = str(getattr(node.target, "__name__", node.target))
-    if call.name in _RANDOM or _drops(call) or is_seeded(node.target):
+    if call.name in _RANDOM or drops(call) or is_seeded(node.target):
         text = "draws random numbers: a loop that is rolled up would draw them in another order"
         return "RANDOM", text, "draw those of all steps before the loop"
     if name.startswith(_MODES) or name.endswith("_nesting"):
@@ -194,7 +194,8 @@ def _objection(node: fx.Node, call: Call) -> tuple[str, str, str] | None:
     return None
 
 
-def _drops(call: Call) -> bool:
+def drops(call: Call) -> bool:
+    """Whether a call draws which numbers it drops."""
     if call.name == "scaled_dot_product_attention":
         return bool(call.get("dropout_p", 0.0) != 0.0)
     if call.name == "multi_head_attention_forward":

@@ -137,9 +137,6 @@ class Memories:
 
     def _note(self, node: fx.Node) -> None:
         own = dict.fromkeys(memories_of(node))
-        passed_on = self._passed_on(node)
-        if passed_on is not None:
-            self._memories.update(dict.fromkeys(own, passed_on))
         operands = [each for each in node.all_input_nodes if each in self._views]
         if tensor_of(node) is not None and not own:  # nobody can tell where it lies: as if it were in all of them
             for each in operands:
@@ -167,17 +164,6 @@ class Memories:
                 memory.views.append(view)
             view.names.append(node)
             self._views[node] = view
-
-    def _passed_on(self, node: fx.Node) -> Memory | None:
-        """The memory of a tensor that a call gives back as it is, where Dynamo notes another."""
-        call = read(node)
-        view = self._views.get(call.input) if call is not None and "dropout" in call.name else None
-        if call is None or view is None or call.is_inplace:
-            return None
-        if call.get("training") is True and call.name == "dropout" and call.get("p", 0.5):
-            return None
-        view.memory.stays |= call.get("training") is not False
-        return view.memory
 
     def view(self, node: fx.Node) -> View | None:
         """The view that a node of the graph as it was is; None for what is no tensor, or lies nobody knows where."""

@@ -134,8 +134,15 @@ def storage_of(effects: Effects, node: fx.Node) -> fx.Node | None:
     if len(seen) > _MOST_CALLS or any(effects.name(each) in PRODUCTS for each in seen):  # what comes out of a layer
         return None
     tensors = {each: tensor for each in seen if is_given(each) and (tensor := tensor_of(each)) is not None}
-    found = [each for each, tensor in tensors.items() if tensor.dtype in STORED and tensor.dim() >= 2]
+    found = [each for each, tensor in tensors.items() if tensor.dtype in STORED and _may_hold(tensor, tensor_of(node))]
     return max(found, key=lambda each: tensors[each].numel(), default=None)
+
+
+def _may_hold(stored: torch.Tensor, weight: torch.Tensor | None) -> bool:
+    """Whether stored numbers may be those of a weight: a single row of them has one for every two at least."""
+    sizes = (stored.numel(), 0 if weight is None else weight.numel())
+    is_row = stored.dim() == 1 and all(isinstance(size, int) for size in sizes) and 0 < sizes[1] <= 2 * sizes[0]
+    return stored.dim() >= 2 or is_row
 
 
 def _read_weight(

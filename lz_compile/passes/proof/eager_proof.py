@@ -20,7 +20,7 @@ import torch
 from lz_compile.errors import KernelExecutionError, TrialError
 from lz_compile.ground import events, health, hooks, machine
 from lz_compile.ground.isolation import Outside, isolated
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.reasons import Reason, first_line
 from lz_compile.ground.store import Store
 from lz_compile.lowering import ops
 from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise, is_same
@@ -165,7 +165,7 @@ def why_not(kernel: KernelSpec, op: str, attrs: Any, operands: Operands) -> Reas
     try:
         verdict = recalled(problem.key, Store("validation") if kernel.is_reproducible else None, problem.verdict)
     except UndefinedError as error:
-        return _refused("UNPROVEN", op, kernel, f"what it should give cannot be computed ({error})")
+        return _refused("UNPROVEN", op, kernel, f"what it should give cannot be computed ({first_line(error)})", error)
     except TrialError as error:
         return _failed(op, kernel, error, error.what)
     except Exception as error:  # noqa: BLE001  a kernel that cannot be tried apart may raise anything; the next one is tried
@@ -177,15 +177,15 @@ def _failed(op: str, kernel: KernelSpec, error: Exception, text: str) -> Reason:
     """The kernel is retired, unless memory was full."""
     if not hooks.falls_back():
         raise KernelExecutionError(kernel.kernel_id, error) from error
-    reason = _refused("KERNEL_FAILED", op, kernel, text)
+    reason = _refused("KERNEL_FAILED", op, kernel, text, error)
     if not health.is_out_of_memory(RuntimeError(text)):
         health.retire(kernel.kernel_id, error)
     return reason
 
 
-def _refused(code: str, op: str, kernel: KernelSpec, text: str) -> Reason:
-    message = f"{kernel.kernel_id} runs no eager {op} like this: {text.strip().partition(chr(10))[0]}"
-    events.record(code, message)
+def _refused(code: str, op: str, kernel: KernelSpec, text: str, error: Exception | None = None) -> Reason:
+    message = f"{kernel.kernel_id} runs no eager {op} like this: {first_line(text)}"
+    events.record(code, message, error)
     return Reason(code, message)
 
 

@@ -22,6 +22,7 @@ from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.own_calls import arguments_of
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
+from lz_compile.passes.graph.view import reached
 from lz_compile.passes.graph.writes import refuse_transformed
 from lz_compile.passes.rewriting.core import Core, wants_grad
 from lz_compile.passes.rewriting.match import Driver, Found, Input, Match, Outcome, Site, Trial
@@ -31,6 +32,7 @@ from lz_compile.passes.sampling.excerpt import Affected, Excerpt, excerpt
 from lz_compile.passes.sampling.kept import Limits
 from lz_compile.passes.sampling.limits import limits_of
 from lz_compile.passes.sampling.logit_processors import logit_processors_of
+from lz_compile.passes.sampling.ordering import ORDERING
 from lz_compile.passes.sampling.recogniser import (
     OP,
     SOFTMAXES,
@@ -41,6 +43,8 @@ from lz_compile.passes.sampling.recogniser import (
     sorted_draw,
 )
 
+#: So many calls are followed up from what is scattered.
+_MOST_CALLS = 64
 #: Between what numbers operands are.
 _RANGES: Mapping[str, tuple[float, float]] = {
     "bitmask": (-(2.0**31), 2.0**31 - 1),
@@ -100,6 +104,31 @@ def matches(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     for chain in reader.chains():
         yield from driver.at(chain.exit, matcher.match, chain)
     yield from driver.walk(graph.nodes, lambda node: effects.calls[node] is not None, matcher.unfiltered)
+    yield from filter(None, (_written_back(effects, node) for node in graph.nodes))
+
+
+def _written_back(effects: Effects, node: fx.Node) -> NearMiss | None:
+    """The refusal of scores that are ordered, filtered and scattered back into a tensor that the graph is given."""
+    call = effects.calls[node]
+    if (
+        call is None
+        or not call.is_inplace
+        or call.name != "scatter"
+        or effects.calls[effects.owner(call.input)] is not None
+    ):
+        return None
+    orderings = [
+        {each for each in reached([given], most=_MOST_CALLS) if effects.name(each) in ORDERING}
+        for given in node.all_input_nodes
+        if given is not call.input
+    ]
+    if len(orderings) < 2 or orderings[0].isdisjoint(orderings[1]):
+        return None
+    target = effects.owner(call.input).name
+    text = f"{node.name} writes the scores that are left into {target}, which the caller holds: no kernel writes there"
+    return NearMiss.of(
+        OP, node, RefusedError("SCORES_WRITTEN_BACK", text, f"scatter into a tensor of its own: {target}.scatter(...)")
+    )
 
 
 @dataclass
