@@ -268,7 +268,9 @@ def test_other_cumulative_sums_are_not() -> None:
 
 
 def test_pieces_of_tensors_that_do_not_broadcast_are_none_over_time() -> None:
-    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # its last dimension looks like four steps of three tensors
+    def turned(
+        x: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:  # its last dimension looks like four steps of three tensors
         pairs = x[..., :4].unflatten(-1, (2, 2))
         real, imaginary = pairs[..., 0] * cos - pairs[..., 1] * sin, pairs[..., 1] * cos + pairs[..., 0] * sin
         pairs = torch.stack([real, imaginary], -1)
