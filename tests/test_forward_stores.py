@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable
 
@@ -224,3 +225,24 @@ def test_a_write_through_an_input_that_overlaps_is_a_write_to_what_is_filled() -
     got = torch.compile(program, backend=backend, fullgraph=True)(*overlapping())
     torch.testing.assert_close(got, program(*overlapping()))
     assert not backend.report.events, backend.why_not()  # nothing that its proof had to refute
+
+
+def test_a_cache_that_is_filled_from_its_beginning_is_read_as_what_was_put_there() -> None:
+    """Keys as heads lie in a projection, with strides of their own: a cache that holds them too sees none of those."""
+
+    def prefill(x: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+        query, key, value = (x * 2).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+        keys[:, :, :5], values[:, :, :5] = key, value
+        weights = (query @ keys[:, :, :5].transpose(-1, -2)).softmax(-1)
+        return (weights @ values[:, :, :5]).transpose(1, 2).flatten(2)
+
+    x, backend = torch.randn(2, 5, 48), Rewriting()
+    caches = [[torch.zeros(2, 2, 16, 8) for _ in range(2)] for _ in range(2)]
+    result = torch.compile(prefill, backend=backend, fullgraph=True)(x, *caches[0])
+    torch.testing.assert_close(result, prefill(x, *caches[1]))
+    torch.testing.assert_close(caches[0], caches[1], rtol=0, atol=0)
+    assert "EDIT_REFUTED" not in [event.code for event in backend.report.events], backend.why_not()
+    (graph,) = (each.graph for each in backend.graphs)
+    stored = {node.args[0] for node in graph.nodes if node.target is operator.setitem}
+    assert len(stored) == 2
+    assert not [node for node in graph.nodes if node.target is operator.getitem and node.args[0] in stored]

@@ -403,3 +403,48 @@ def test_zeros_for_nan_and_limits_far_away_stay() -> None:
         got = torch.compile(function, backend=backend, fullgraph=True)(rows, weight)
         assert backend.report.matches
         torch.testing.assert_close(got, function(rows, weight))
+
+
+class Adapted(nn.Module):
+    """A projection with low-rank adapters beside it, each with a scale of its own."""
+
+    def __init__(self, width: int, hidden: int, scales: list[float]) -> None:
+        super().__init__()
+        self.base, self.scales = nn.Linear(width, hidden), scales
+        self.down = nn.ModuleList(nn.Linear(width, 2, bias=False) for _ in scales)
+        self.up = nn.ModuleList(nn.Linear(2, hidden, bias=False) for _ in scales)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = self.base(x)
+        for down, up, scale in zip(self.down, self.up, self.scales, strict=True):
+            result = result + up(down(x)) * scale if scale > 0 else result - up(down(x)) * -scale
+        return result
+
+
+@pytest.mark.parametrize("scales", [[2.0], [0.5, -3.0]])
+def test_a_gate_of_projections_with_adapters_is_one_of_projections(scales: list[float]) -> None:
+    torch.manual_seed(0)
+    gate, up = Adapted(16, 24, scales).double(), Adapted(16, 24, scales).double()
+    x = torch.randn(3, 5, 16, dtype=torch.float64, requires_grad=True)
+    result, backend = _run(lambda x: F.silu(gate(x)) * up(x), x)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    assert backend.report.matches[0].attributes["activation"] == "silu"
+    expected = F.silu(gate(x)) * up(x)
+    weights = [x, *gate.parameters(), *up.parameters()]
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-9)
+    for got, wanted in zip(
+        *(torch.autograd.grad(each.square().sum(), weights) for each in (result, expected)), strict=True
+    ):
+        torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_residuals_beside_projections_are_no_row_of_an_activation() -> None:
+    first, second = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def model(x: Tensor) -> Tensor:
+        residual = x + first(x)
+        return F.relu(residual + second(residual))
+
+    result, backend = _run(model, x := torch.randn(3, 16))
+    assert not backend.report.matches
+    torch.testing.assert_close(result, model(x))

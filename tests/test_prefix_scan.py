@@ -267,6 +267,22 @@ def test_other_cumulative_sums_are_not() -> None:
     assert not [miss for miss in backend.report.near_misses if miss.op == "scan"]
 
 
+def test_pieces_of_tensors_that_do_not_broadcast_are_none_over_time() -> None:
+    def turned(
+        x: Tensor, cos: Tensor, sin: Tensor
+    ) -> Tensor:  # its last dimension looks like four steps of three tensors
+        pairs = x[..., :4].unflatten(-1, (2, 2))
+        real, imaginary = pairs[..., 0] * cos - pairs[..., 1] * sin, pairs[..., 1] * cos + pairs[..., 0] * sin
+        pairs = torch.stack([real, imaginary], -1)
+        return torch.cat((pairs.flatten(-2), x[..., 4:]), -1)
+
+    given = torch.randn(2, 5, 3, 8), torch.randn(1, 5, 1, 2), torch.randn(1, 5, 1, 2)
+    got, backend = compiled(turned, *given, strict=True)
+    assert [match.op for match in backend.report.matches] == ["rope"], backend.why_not()
+    assert not backend.report.near_misses
+    torch.testing.assert_close(got, turned(*given))
+
+
 @pytest.mark.thorough
 def test_pieces_of_a_long_recurrence_that_was_recognised_are_no_near_misses() -> None:
     a, b = inputs((2, 100, 3), torch.float64, 0)

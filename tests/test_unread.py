@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 ORDER = torch.randperm(23, generator=torch.Generator().manual_seed(0))
 FILTERS = torch.ones(4, 4, 3, 3)
+EDGES = torch.randn(2, 19, 23, 4, generator=torch.Generator().manual_seed(1))
 MIXER = nn.Parameter(torch.randn(4, 4, generator=torch.Generator().manual_seed(0)))
 
 
@@ -154,6 +155,12 @@ def _keys_normalised(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q @ (k.softmax(-2).mT @ v)
 
 
+def _clamped_beside_a_projected_bias(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The bias is a product with a weight, the scores are not read: no router."""
+    bias = F.linear(EDGES, MIXER).movedim(-1, 1)
+    return (scores(q, k).clamp(-1, 1) + bias).softmax(-1) * bias.sigmoid() @ v
+
+
 def _no_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores(q, k).softmax(-1) * v.sum()
 
@@ -186,6 +193,7 @@ UNREAD: dict[Callable[..., Tensor], str] = {
     _norms_of_differences: "[SCORES_ARE_DISTANCES] the scores are distances between queries and keys",
     _scores_of_another_graph: "[SCORES_FROM_OUTSIDE] the scores are an input of this graph",
     _keys_normalised: "[FEATURES_NORMALISED] the softmax is of an input itself",
+    _clamped_beside_a_projected_bias: "[SCORES_NOT_READ] the scores pass through clamp",
     _no_values: "[NO_VALUES] the probabilities meet no values",
 }
 

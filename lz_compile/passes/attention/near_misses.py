@@ -104,10 +104,13 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
         lambda node: is_product(region, node, call.node),
         lambda node: effects.name(node) in {"", *_PICKS},
     )
+    before = scores_behind(region, call.input, lambda node: node in covered or effects.name(node) in _NORMALISED)
     if inner is not None:
         if any(is_weight(factor.node) for factor in (inner.query, inner.key)):
             is_mixed = after is not None and _holds(mixed_scores, region, inner, keys)
-            return mixed_refusal("scores") if is_mixed else None
+            if is_mixed or after is None or before is None:
+                return mixed_refusal("scores") if is_mixed else None
+            return _through(effects, "scores", before)  # what was read is a bias that a weight makes, not the scores
         if after is not None and _holds(mixes_probabilities, region, after[-1], call.node):
             return mixed_refusal("probabilities")
         if after is not None and _are_combined(effects, call.node):
@@ -119,7 +122,6 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
             is not None
         )
         return None if is_picked else _WITHOUT_VALUES
-    before = scores_behind(region, call.input, lambda node: node in covered or effects.name(node) in _NORMALISED)
     if after is None:
         return _PLACE_BY_PLACE if before is not None and _weighs_by_place(effects, call, before) else None
     if before is None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +33,14 @@ def strides_matter(node: fx.Node) -> bool:
         call = read(user)
         return () if call is not None and call.name in _AGNOSTIC else user.users
 
-    return any(map(_are_seen_by, reached(node.users, readers)))
+    users = [*reached(node.users, readers)]
+    shown = {node, *users}
+    return any(_are_seen_by(user) for user in users if not _only_stores(user, shown))
+
+
+def _only_stores(user: fx.Node, values: Collection[fx.Node]) -> bool:
+    """Whether a call writes ``values`` into a piece of another tensor, which keeps its own strides."""
+    return user.target is operator.setitem and user.args[0] not in values
 
 
 def _are_seen_by(user: fx.Node) -> bool:

@@ -7,7 +7,7 @@ itself: nothing is followed through residual streams.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -18,7 +18,7 @@ from lz_compile.passes.formula.axes import LayoutError, fresh
 from lz_compile.passes.formula.expressions import is_cast, is_constant
 from lz_compile.passes.formula.pointwise import bends, is_read
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import EMITTED, Call, reached, tensor_of, tensor_operands
+from lz_compile.passes.graph.view import EMITTED, Call, known_tensor, reached, tensor_of, tensor_operands
 
 #: Products that are projections; the last ones with weights of several experts, or over neighbours.
 PRODUCTS = contraction.PRODUCTS | {"grouped_mm", "_grouped_mm", "grouped_mm_fallback", "scaled_mm", "_scaled_mm"}
@@ -74,6 +74,9 @@ class Supports:
             return Support()
         if EMITTED not in node.meta and (is_read(call) or rearranges(call)):
             inner = [self._of_operand(each, node) for each in tensor_operands(node)]
+            if call.name in ("add", "sub") and self._is_of_projections(node, inner):
+                self._stops.add(node)
+                return Support(rows=frozenset({node}))
             rows = frozenset[fx.Node]().union(*(each.rows for each in inner))
             given = frozenset[fx.Node]().union(*(each.given for each in inner))
             size = 1 + sum(each.size for each in inner)
@@ -81,6 +84,16 @@ class Supports:
                 return Support(rows, given, bends(call) or any(each.is_bent for each in inner), size)
         self._stops.add(node)
         return Support(rows=frozenset({node}))
+
+    def _is_of_projections(self, node: fx.Node, summands: Sequence[Support]) -> bool:
+        """Whether a sum is of two projections, as with a low-rank adapter: of their inputs, joined, that is one."""
+        rows = [row for each in summands for row in each.rows]
+        if any(len(each.rows) != 1 or each.is_bent or not all(map(_is_row, each.given)) for each in summands):
+            return False
+        whole = shape_of(known_tensor(node))
+        return len({*rows}) == 2 and all(
+            shape_of(known_tensor(row)) == whole and projection(self.effects, row) is not None for row in rows
+        )
 
     def _gates(self, node: fx.Node) -> bool:
         """Whether a value is multiplied by another row: by what is computed, and not from the same."""
@@ -116,6 +129,11 @@ class Supports:
         return all(projection(self.effects, row, products) is not None for row in support.rows)
 
 
+def _is_row(node: fx.Node) -> bool:
+    """Whether a tensor is one number for each column, as a bias is."""
+    return known_tensor(node).dim() <= 1
+
+
 def rearranges(call: Call) -> bool:
     """Whether a call changes the layout of a tensor and nothing else, in a way that axes can tell."""
     tensor = tensor_of(call.node)
@@ -141,9 +159,10 @@ def projection(effects: Effects, node: fx.Node, products: frozenset[str] = PRODU
         if call.name in products:
             is_own = call.name == "linear" or call.name in CONVOLUTIONS
             return node if is_own or any(_is_weight(effects, each) for each in node.all_input_nodes) else None
-        if call.name == "add":
+        if call.name in ("add", "sub"):
             terms = [each for each in node.all_input_nodes if not _is_weight(effects, each)]
-            following = terms[0] if len(terms) == 1 else None
+            is_one = len(terms) == 1 or all(projection(effects, each, products) is not None for each in terms)
+            following = terms[0] if terms and is_one else None
         elif call.name == "cat":  # of the parts of several experts
             parts = [effects.calls.get(each) for each in _first(call)]
             is_whole = all(part is not None and part.name in products for part in parts)

@@ -149,7 +149,7 @@ class _Reader:
             if not isinstance(steps, int) or steps < LEAST_STEPS:
                 continue
             mixing = sum(self._mixes(node, dim) for node in core)
-            leaves = self._leaves(core, dim, steps)
+            leaves = self._leaves(core, dim)
             if mixing < 2 * math.log2(steps) or leaves is None:
                 continue
             if not any(map(self._effects.is_overwritten, (*core, *leaves))):
@@ -216,7 +216,7 @@ class _Reader:
         sources = [tensor_of(operand) for operand in node.all_input_nodes]
         return any(source is not None and _extent(source, dim) != _extent(tensor, dim) for source in sources)
 
-    def _leaves(self, core: Sequence[fx.Node], dim: int, steps: int) -> list[fx.Node] | None:
+    def _leaves(self, core: Sequence[fx.Node], dim: int) -> list[fx.Node] | None:
         """The tensors of all steps that pieces are cut off, before anything is cut; None where there are others."""
         is_cut: dict[fx.Node, bool] = {}
         leaves: dict[fx.Node, None] = {}
@@ -226,14 +226,14 @@ class _Reader:
             is_cut[node] = mixed or any(is_cut.get(operand, False) for operand in operands)
             if is_cut[node]:
                 leaves.update(dict.fromkeys(operand for operand in operands if not is_cut.get(operand, False)))
-        found = [self._moved_to(leaf, set(core[:-1]), (known_tensor(core[-1]).dim(), steps), dim) for leaf in leaves]
+        found = [self._moved_to(leaf, set(core[:-1]), known_tensor(core[-1]), dim) for leaf in leaves]
         return None if None in found else [each for each in found if each is not None]
 
-    def _moved_to(self, leaf: fx.Node, core: Collection[fx.Node], extent: tuple[int, Size], dim: int) -> fx.Node | None:
+    def _moved_to(self, leaf: fx.Node, core: Collection[fx.Node], states: torch.Tensor, dim: int) -> fx.Node | None:
         """The last tensor of all steps that is made of a leaf alone, and all that is: padded, shifted, turned."""
         found = None
         while tensor_of(leaf) is not None:
-            found = leaf if _extent(known_tensor(leaf), dim) == extent else found
+            found = leaf if _broadcasts(known_tensor(leaf), states, dim) else found
             users = [user for user in leaf.users if user in core]
             if len(users) != 1 or users[0].all_input_nodes != [leaf] or self._effects.name(users[0]) in _ARITHMETIC:
                 break
@@ -332,6 +332,14 @@ def _random(leaf: fx.Node, whole: Collection[int], generator: torch.Generator) -
 def _extent(tensor: torch.Tensor, dim: int) -> tuple[int, Size | None]:
     """The rank, and the size of a dimension (adds no guard)."""
     return tensor.dim(), as_size(tensor.shape[dim]) if dim < tensor.dim() else None
+
+
+def _broadcasts(tensor: torch.Tensor, states: torch.Tensor, dim: int) -> bool:
+    """Whether a tensor has the steps of all states, and broadcasts to them (adds no guard)."""
+    own, wanted = ([as_size(size) for size in each.shape] for each in (tensor, states))
+    if len(own) != len(wanted) or own[dim] != wanted[dim]:
+        return False
+    return all(size in (1, other) for size, other in zip(own, wanted, strict=True))
 
 
 def _evaluated(output: fx.Node, between: Sequence[fx.Node], given: Mapping[fx.Node, torch.Tensor]) -> torch.Tensor:
