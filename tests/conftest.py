@@ -79,6 +79,8 @@ def _read_settings_quickly() -> None:
     from torch.utils import _config_module as settings_of
 
     unset = settings_of._UNSET_SENTINEL
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # settings are kept in another way there
+        return
 
     def quick(entry: Any, default: Any) -> property:
         def read(_: Any) -> Any:

@@ -26,7 +26,9 @@ from lz_compile.runtime.problem.context import SelectionContext
 DISPATCH = "lz.dispatch"
 
 #: Kernels change between 32 and 64, 128 and 256, 512 and 1024: 24 lengths on both sides of each.
-LENGTHS = (8, 9, 17, 20, 25, 32, 64, 65, 75, 100, 115, 128, 256, 260, 300, 350, 450, 512, 1024, 1025, 1500, 1750, 2000, 2048)  # fmt: skip
+LENGTHS = (
+    8, 9, 17, 20, 25, 32, 64, 65, 75, 100, 115, 128, 256, 260, 300, 350, 450, 512, 1024, 1025, 1500, 1750, 2000, 2048
+)  # fmt: skip
 
 
 def is_fast(length: int) -> bool:
