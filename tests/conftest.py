@@ -74,6 +74,38 @@ torch._dynamo.guards.get_verbose_code_part = lambda code_part, _guard: code_part
 torch._dynamo.config.side_effect_replay_policy = "silent"
 
 
+def _read_settings_quickly() -> None:
+    """Dynamo reads PyTorch's settings at every instruction: of nearly all, only what was set in their place can change."""
+    from torch.utils import _config_module as settings_of
+
+    unset = settings_of._UNSET_SENTINEL
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # settings are kept in another way there
+        return
+
+    def quick(entry: Any, default: Any) -> property:
+        def read(_: Any) -> Any:
+            if entry.hide:
+                raise AttributeError  # it is looked up as ever, which says what it is
+            value = entry.user_override.get()
+            return default if value is unset else value
+
+        return property(read)
+
+    for module in [each for each in sys.modules.values() if isinstance(each, settings_of.ConfigModule)]:
+        for name, entry in module._config.items():
+            default = entry.default if entry.env_value_default is unset else entry.env_value_default
+            depends = entry.alias is not None or entry.justknob is not None or entry.deprecated or "." in name
+            if (
+                not depends
+                and entry.env_value_force is unset
+                and isinstance(default, settings_of._IMMUTABLE_CONFIG_TYPES)
+            ):
+                setattr(type(module), name, quick(entry, default))
+
+
+_read_settings_quickly()
+
+
 def _interpret_quickly() -> None:
     """Triton's interpreter looks through all of its language and types at every call of a function: half of its time."""
     from triton import language

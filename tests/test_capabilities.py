@@ -47,7 +47,7 @@ def descriptor(*kernels: dict[str, Any], **changes: Any) -> bytes:
 def test_a_shipped_descriptor_is_valid(path):
     found = read(path)
     assert list(found.kernels())
-    jsonschema.validate(json.loads(path.read_bytes()), schema())
+    jsonschema.Draft202012Validator(schema()).validate(json.loads(path.read_bytes()))
 
 
 @every_descriptor
