@@ -57,6 +57,8 @@ _HEADERS = """
 #include <ATen/cpu/vec/vec.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
+using c10::BFloat16;
+using c10::Half;
 """
 
 _SHARED = """

@@ -13,18 +13,52 @@ import torch
 ELEMENTS = {
     torch.float32: "float",
     torch.float64: "double",
-    torch.bfloat16: "c10::BFloat16",
-    torch.float16: "c10::Half",
+    torch.bfloat16: "BFloat16",
+    torch.float16: "Half",
+}
+
+#: Those of 16 bits, rounded as PyTorch's are, to the bit: its headers take as long to compile as all else.
+_HALVES = {
+    torch.bfloat16: """
+struct BFloat16 {
+  uint16_t bits;
+  BFloat16() = default;
+  INLINE_MEMBER explicit BFloat16(float x) {
+    uint32_t word;
+    std::memcpy(&word, &x, sizeof(x));
+    bits = x != x ? 0x7fc0 : (word + 0x7fff + ((word >> 16) & 1)) >> 16;
+  }
+  INLINE_MEMBER operator float() const {
+    const uint32_t word = uint32_t(bits) << 16;
+    float x;
+    std::memcpy(&x, &word, sizeof(x));
+    return x;
+  }
+};
+""",
+    torch.float16: """
+#if defined(__FLT16_MAX__)
+struct Half {
+  _Float16 value;
+  Half() = default;
+  INLINE_MEMBER explicit Half(float x) : value(static_cast<_Float16>(x)) {}
+  INLINE_MEMBER operator float() const { return static_cast<float>(value); }
+};
+#else
+#include <c10/util/Half.h>
+using c10::Half;
+#endif
+""",
 }
 
 
-#: What there must be included for them; it takes as long to compile as all else.
-_HEADERS = {torch.bfloat16: "c10/util/BFloat16.h", torch.float16: "c10/util/Half.h"}
+def halves(dtypes: Iterable[torch.dtype]) -> str:
+    """C++ of those of the dtypes that it has no types for."""
+    return "".join(_HALVES[dtype] for dtype in _HALVES if dtype in set(dtypes))
 
 
 def vectors(compute: torch.dtype, lanes: int, count: int, dtypes: Iterable[torch.dtype]) -> str:
     """Types and functions for blocks of ``count`` registers of ``lanes`` elements each, and elements of some dtypes."""
-    includes = sorted({f"#include <{_HEADERS[dtype]}>" for dtype in dtypes if dtype in _HEADERS})
     constants = f"""
 using Acc = {ELEMENTS[compute]};
 using Mask = {"int32_t" if compute == torch.float32 else "int64_t"};
@@ -32,7 +66,7 @@ constexpr int64_t kLanes = {lanes};
 constexpr int64_t kVectors = {count};
 constexpr int64_t kColumns = kLanes * kVectors;
 """
-    return "\n".join((*includes, HEADERS)) + constants + TYPES + PICK + BLOCKS + lane_sums(lanes) + MEMORY
+    return HEADERS + halves(dtypes) + constants + TYPES + PICK + BLOCKS + lane_sums(lanes) + MEMORY
 
 
 def lane_sums(lanes: int) -> str:

@@ -13,7 +13,7 @@ from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.attributes import decode, encode
 from lz_compile.lowering.cpp import calls
 from lz_compile.lowering.cpp.floats import floats
-from lz_compile.lowering.cpp.vectors import ELEMENTS
+from lz_compile.lowering.cpp.vectors import ELEMENTS, halves
 from lz_compile.lowering.kernels.blend import torch_blend
 from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.ops.blend import BlendAttrs, Operands, Scalar, fake, reference
@@ -33,15 +33,13 @@ _WHAT = {"forward": 0, "residual": 1, "backward": 2, "margins": 3}
 
 def source(dtype: torch.dtype, logit_dtype: torch.dtype, lanes: int) -> str:
     """The translation unit for elements, logits, and registers of so many floats."""
-    header = "#include <c10/util/BFloat16.h>" if torch.bfloat16 in (dtype, logit_dtype) else ""
     is_streamed = dtype == torch.float32 and platform.machine() in ("x86_64", "AMD64")
     stream = _STREAMS.get(lanes) if is_streamed else None
-    return f"""#include <cstdint>
-{header}
+    return f"""{floats(lanes)}{halves((dtype, logit_dtype))}
 using Element = {ELEMENTS[dtype]};
 using Logit = {ELEMENTS[logit_dtype]};
 {f"#define STREAM {stream}" if stream else ""}
-{floats(lanes)}{_ROWS}"""
+{_ROWS}"""
 
 
 _ROWS = """

@@ -16,7 +16,7 @@ import torch
 from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.cpp import calls
 from lz_compile.lowering.cpp.floats import floats
-from lz_compile.lowering.cpp.vectors import ELEMENTS
+from lz_compile.lowering.cpp.vectors import ELEMENTS, halves
 from lz_compile.lowering.kernel_operator import kernel_operator
 from lz_compile.lowering.kernels.sampling.cpp_text import ROWS, SELECTION
 from lz_compile.lowering.kernels.sampling.cpp_vectors import VECTORS
@@ -38,17 +38,15 @@ def source(
 ) -> str:
     """The translation unit; each takes a second to compile, so nothing is written for what is asked once for a row."""
     kinds = (dtype, bias_dtype or torch.float32, torch.float32 if result == "ids" else out_dtype)
-    header = "#include <c10/util/BFloat16.h>" if torch.bfloat16 in kinds else ""
     has = calls.truths(kIsScores=result == "scores", kHasMask=has_mask, kHasBias=bias_dtype is not None)
-    return f"""#include <cstdint>
-#include <type_traits>
+    return f"""#include <type_traits>
 #include <vector>
-{header}
+{floats(lanes)}{halves(kinds)}
 using Logit = {ELEMENTS[kinds[0]]};
 using Bias = {ELEMENTS[kinds[1]]};
 using Out = {"int32_t" if result == "ids" else ELEMENTS[kinds[2]]};
 #define IS_IDS {int(result == "ids")}
-{has}{floats(lanes)}{VECTORS}{SELECTION}{ROWS}"""
+{has}{VECTORS}{SELECTION}{ROWS}"""
 
 
 def _sampling(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
