@@ -67,7 +67,9 @@ def test_an_operand_has_sizes() -> None:
         lambda: lz.linear_scan(*scan[:1], nested),
         lambda: lz.sample(nested),
     ):
-        with pytest.raises(lz.LayerZeroError, match=r"expected (input|drive|logits) as a dense tensor, received a nested"):
+        with pytest.raises(
+            lz.LayerZeroError, match=r"expected (input|drive|logits) as a dense tensor, received a nested"
+        ):
             call()
 
 

@@ -257,7 +257,7 @@ def is_plain(*tensors: Any) -> bool:
             return False
     if torch.compiler.is_dynamo_compiling() or is_watched():
         return False
-    for each in tensors:  # noqa: SIM110  # a generator costs more
+    for each in tensors:  # a generator costs more
         if each is not None and (each.layout is not torch.strided or each.is_neg() or each.is_nested):
             return False
     return True
