@@ -150,8 +150,8 @@ def test_doctor_and_readiness_check(capsys, monkeypatch):
     ("command", "expected"),
     [
         ("which", "expected tensors: give --shape"),
-        ("which --shape 1,2,x", "expected numbers with commas between them, received '1,2,x'"),
-        ("which --shape 1,2,0,4", "expected numbers with commas between them"),
+        ("which --shape 1,2,x", "expected numbers above 0 with commas between them, received '1,2,x'"),
+        ("which --shape 1,2,0,4", "expected numbers above 0 with commas between them"),
         ("which --shape 1,2,3 --device cpu", "expected query [B, Hq, Sq, D]"),
         ("which --shape 1,2,3 --mask bool --device cpu", "expected four dimensions"),
         ("which attention.casual --shape 1,2,64,32 --device cpu", "did you mean 'attention.causal'?"),
@@ -247,6 +247,13 @@ def test_tune_hands_on_what_it_is_given(capsys, monkeypatch):
     assert (arguments["budget_s"], arguments["resume"]) == (9.0, False)
     assert "0 measured, 3 known before, 0 remain" in out
     assert "3/3" in err
+
+
+def test_a_budget_that_is_used_up_at_once_has_done_nothing_of_all(capsys):
+    code, out, err = run(capsys, *"tune attention.causal --seq-lens 16 --budget -1 --device cpu".split())
+    assert code == 0
+    assert "0 measured, 0 known before, 1 remain" in out
+    assert "0/1" in err
 
 
 def test_tune_measures_and_says_what_remains(capsys):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from pathlib import Path
 
@@ -62,6 +63,8 @@ def test_an_unknown_name_gives_the_nearest_and_all_valid_ones(name, hint):
         ("strict", 1, "'layerzero.strict' takes bool, not int 1"),
         ("strict", "yes", "'layerzero.strict' takes bool, not str 'yes'"),
         ("strict", None, "'layerzero.strict' takes bool, not NoneType None"),
+        ("tune_budget_s", True, "'layerzero.tune_budget_s' takes int or float, not bool True"),
+        ("tune_budget_s", math.nan, "'layerzero.tune_budget_s' takes int or float, not float nan"),
         ("dump", 3, "'layerzero.dump' takes str or PathLike, not int 3"),
         ("dump", True, "'layerzero.dump' takes str or PathLike, not bool True"),
         ("lock", "torch.sdpa", "'layerzero.lock' takes Mapping, not str 'torch.sdpa'"),

@@ -166,6 +166,37 @@ def test_what_computes_something_else_stays_as_it_is(fault: str) -> None:
     torch.testing.assert_close(got, scan(a, b))
 
 
+def test_recurrences_of_other_widths_that_are_joined_are_none() -> None:
+    def scans(a: Tensor, b: Tensor) -> Tensor:
+        return torch.cat([joined(0)(torch.ones_like(each), each) for each in (a, b)], 1)
+
+    a, b = torch.randn(16, 3), torch.randn(16, 2)
+    got, backend = compiled(scans, a, b)
+    assert not backend.report.events, backend.why_not()
+    assert any("of other shapes" in str(miss.reason) for miss in backend.report.near_misses), backend.why_not()
+    torch.testing.assert_close(got, scans(a, b))
+
+
+def test_a_size_that_turned_out_to_be_a_number_is_one() -> None:
+    """The loop makes the symbol a number, which what was made before it has as a symbol still."""
+
+    def shifted(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        found, steps = x * 1.5, torch.zeros_like(x)
+        for step in range(1, x.shape[1]):
+            steps[:, step] = steps[:, step - 1] * 0.5 + x[:, step]
+        given = torch.empty_like(found)
+        given[:, :1] = found[:, :1]
+        given[:, 1:] = y[:, 1:]
+        found[:, 1:] = given[:, :-1]
+        return found, steps
+
+    torch._dynamo.reset()
+    x, y = torch.randn(2, 4, 6), torch.randn(2, 4, 6)
+    backend = Rewriting(strict=True)
+    got = torch.compile(shifted, backend=backend, dynamic=True)(x, y)
+    torch.testing.assert_close(got, shifted(x, y))
+
+
 def test_a_step_that_someone_else_reads_is_kept() -> None:
     def scan(a: Tensor, b: Tensor) -> Tensor:
         found, shift = b, 1

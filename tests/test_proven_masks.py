@@ -177,6 +177,16 @@ def test_causality_and_padding_are_told_apart(kernel: str, side: str, spell: Any
     assert match.attributes["masks_keys"] is True
 
 
+@pytest.mark.parametrize("spell", [additive, selecting])
+def test_padding_of_queries_and_of_keys_is_one_tensor(spell: Any) -> None:
+    """In a proof where there is one query, there is one key."""
+    policy.lock("attention", "lz.blocked")
+    make = lambda q, k, kept: kept[:, None, None, :] & kept[:, None, :, None]  # noqa: E731
+    with torch.no_grad():
+        _, match = compile_and_compare(spell(make, LOWEST), *operands(), padding("right"))
+    assert set(match.mask.split(" and ")) == {"query padding", "key padding"}
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("fill", [LOWEST, -1e4])
 def test_gradients_of_rows_without_a_key_stay_those_of_an_additive_mask(side: str, fill: float) -> None:

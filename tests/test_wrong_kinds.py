@@ -60,8 +60,29 @@ def test_an_operand_is_dense(make: Callable[[torch.Tensor], torch.Tensor]) -> No
 
 
 def test_an_operand_has_sizes() -> None:
-    with pytest.raises(lz.ArgumentError, match="expected input as a dense tensor, received a nested one"):
-        lz.which("norm.rms", torch.nested.nested_tensor([torch.ones(4, 4)]), torch.ones(4))
+    nested, scan = torch.nested.nested_tensor([torch.ones(4, 4)]), (torch.ones(1, 4, 4),) * 2
+    for call in (
+        lambda: lz.which("norm.rms", nested, torch.ones(4)),
+        lambda: lz.rms_norm(nested, torch.ones(4)),
+        lambda: lz.linear_scan(*scan[:1], nested),
+        lambda: lz.sample(nested),
+    ):
+        with pytest.raises(
+            lz.LayerZeroError, match=r"expected (input|drive|logits) as a dense tensor, received a nested"
+        ):
+            call()
+
+
+def test_operands_on_another_device_are_refused_behind_others_that_fit() -> None:
+    query, key, value = torch.ones(3, 1, 2, 4, 8)
+    lz.attention(query, key, value)
+    with pytest.raises(lz.ArgumentError, match="expected key on cpu as query is, received meta"):
+        lz.attention(query, key.to("meta"), value)
+
+
+def test_a_choice_of_a_rotation_is_one() -> None:
+    with pytest.raises(lz.ArgumentError, match="expected interleaved as True or False"):
+        lz.rope(torch.ones(4, 8), torch.ones(4, 8), torch.ones(4, 8), torch.ones(2))  # type: ignore[arg-type]
 
 
 def test_the_kernel_that_is_tried_is_named() -> None:

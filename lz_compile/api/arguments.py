@@ -236,7 +236,7 @@ def remembered(check: Callable[..., None]) -> Callable[..., None]:
             )
             if signature in passed:
                 return
-        except TypeError:  # symbolic sizes, lists: nothing to be found again by
+        except (TypeError, RuntimeError):  # symbolic sizes, lists, what has no shape: nothing to be found again by
             check(*arguments)
             return
         check(*arguments)
@@ -257,8 +257,8 @@ def is_plain(*tensors: Any) -> bool:
             return False
     if torch.compiler.is_dynamo_compiling() or is_watched():
         return False
-    for each in tensors:  # noqa: SIM110  # a generator costs more
-        if each is not None and (each.layout is not torch.strided or each.is_neg()):
+    for each in tensors:  # a generator costs more
+        if each is not None and (each.layout is not torch.strided or each.is_neg() or each.is_nested):
             return False
     return True
 

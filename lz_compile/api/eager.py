@@ -85,8 +85,8 @@ def plan(call: Call) -> Run:
         key.dtype,
         value.dtype,
         query.device,
-        key.get_device(),
-        value.get_device(),
+        key.device,
+        value.device,
         query.stride()[-1] == key.stride()[-1] == value.stride()[-1] == 1,
         torch.is_grad_enabled()
         and (

@@ -113,7 +113,7 @@ def rope(
 
     **Source** Su et al., *RoFormer*, 2021, equation 34.
     """
-    _check_rope(input, cos, sin, rotary_dim)
+    _check_rope(input, cos, sin, interleaved, rotary_dim)
     length = input.shape[-1]
     turned = length if rotary_dim is None else rotary_dim
     part = input if turned == length else input[..., :turned]
@@ -288,8 +288,9 @@ def _check_layer_norm(input: Any, shape: Any, weight: Any, bias: Any, eps: Any) 
 
 
 @remembered
-def _check_rope(input: Any, cos: Any, sin: Any, rotary_dim: Any) -> None:
+def _check_rope(input: Any, cos: Any, sin: Any, interleaved: Any, rotary_dim: Any) -> None:
     given = Arguments("rope")
+    given.flag("interleaved", interleaved)
     given.tensor("input", input, "... D")
     given.tensor("cos", cos, "... C")
     given.tensor("sin", sin, "... C")

@@ -112,7 +112,8 @@ class SamplingArguments:
 
     def __init__(self, doing: str, logits: torch.Tensor, aliases: Mapping[str, str] | None = None) -> None:
         self._doing, self._aliases, self._own = doing, aliases or {}, logits
-        is_fit = type(logits) is torch.Tensor and logits.dtype in _FLOATS and logits.dim() > 0 and not logits.is_sparse
+        is_dense = type(logits) is torch.Tensor and not (logits.is_sparse or logits.is_nested)
+        is_fit = is_dense and logits.dtype in _FLOATS and logits.dim() > 0
         if not is_fit or not logits.shape[-1]:
             given = self.arguments
             if not logits.shape[-1]:

@@ -130,7 +130,8 @@ def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[O
         if name not in valid:
             names = ", ".join(PREFIX + option for option in valid)
             raise OptionError(f"reading options: no option '{PREFIX}{name}'{nearest(name, valid)}; valid are {names}")
-        if not isinstance(value, _TYPES[name]):
+        is_truth = isinstance(value, bool) and bool not in _TYPES[name]
+        if not isinstance(value, _TYPES[name]) or is_truth or value != value:  # noqa: PLR0124  # NaN
             wanted = " or ".join(kind.__name__ for kind in _TYPES[name])
             raise OptionError(f"reading options: '{PREFIX}{name}' takes {wanted}, not {type(value).__name__} {value!r}")
     for name, choices in _CHOICES.items():

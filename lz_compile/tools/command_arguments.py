@@ -184,7 +184,9 @@ def _numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(_number(part) for part in text.split(","))
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"expected numbers with commas between them, received '{text}'") from None
+        raise argparse.ArgumentTypeError(
+            f"expected numbers above 0 with commas between them, received '{text}'"
+        ) from None
 
 
 def _shape(text: str) -> tuple[str | None, tuple[int, ...]]:

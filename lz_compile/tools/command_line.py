@@ -243,7 +243,8 @@ def _tuned(arguments: argparse.Namespace, done: list[int]) -> TuneReport:
             on_progress=on_progress,
             **{name: getattr(arguments, name) for name in _TUNED},
         )
-        show(done[1] - report.remaining, done[1], "done")
+        total = max(done[1], report.remaining)  # a budget may be used up before the first problem
+        show(total - report.remaining, total, "done")
     return report
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -270,8 +270,17 @@ class AttentionEmitter(TableEmitter):
             # What SDPA's own backward gives for rows that a finite bias masks completely depends on its implementation.
             masked_rows_are_finite=(source_kernel is None or self.bias == 0)
             and (self.keep == 1 or self.attrs.masked_rows in ("mean", "fill", "zero")),
+            ties=dict(self._ties()),
         )
         return Match(op, Site.of(core, self.output_dims, {**self.region.interior, **self.passed}), found, trial)
+
+    def _ties(self) -> Iterator[tuple[Axis, Axis]]:
+        """The axes of a mask that is read twice, as of padding among queries and among keys."""
+        edge = self.edge()
+        for leaf in self.region.leaves_in(self.keep, self.bias).values():
+            pairs = [*zip(axes_of(leaf.dims), axes_of(edge[leaf.node]), strict=False)]
+            if all(one.size == other.size for one, other in pairs):
+                yield from ((one, other) for one, other in pairs if one is not other)
 
     def _inputs(self, biases: Collection[fx.Node]) -> dict[fx.Node, Input]:
         """What the replacement reads, and the masks that it need not read, with what is known of their values."""

@@ -247,6 +247,9 @@ class _Reader:
         between = [node for node in core if node in inside]
         generator = torch.Generator().manual_seed(0)
         sizes = [as_size(size) for size in known_tensor(output).shape]
+        shapes = [map(as_size, known_tensor(leaf).shape) for leaf in leaves]
+        if any(own not in (1, size) for shape in shapes for own, size in zip(shape, sizes, strict=True)):
+            raise _unknown(output, "made of tensors of other shapes")
         whole = {at for at in range(len(sizes)) if at == dim or any(self._mixes(node, at) for node in between)}
         if math.prod(size for at in whole if isinstance(size := sizes[at], int)) > _MOST_ELEMENTS:
             whole = {dim}
@@ -321,7 +324,7 @@ def _unknown(output: fx.Node, text: str) -> RefusedError:
 
 def _random(leaf: fx.Node, whole: Collection[int], generator: torch.Generator) -> torch.Tensor:
     """Numbers below one, with few elements in other dimensions than those that are to be whole."""
-    shape = known_tensor(leaf).shape
+    shape = map(as_size, known_tensor(leaf).shape)
     sizes = [
         size if isinstance(size, int) and (place in whole or size == 1) else SMALL for place, size in enumerate(shape)
     ]
