@@ -28,6 +28,13 @@ EPS = {"none": 0.0, "inside": 3e-3, "outside": 2e-2, "floor": 1e-2}
 GAIN = 2.5
 
 
+#: Sums of squares of rows by one product.
+PRODUCTS: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "einsum": lambda x: torch.einsum("...d,...d->...", x, x)[..., None],
+    "matmul": lambda x: (x.unsqueeze(-2) @ x.unsqueeze(-1)).squeeze(-1),
+}
+
+
 def choice(*options: Any) -> Any:
     """A dataclass field with these options; the first is the plainest and the default."""
     return field(default=options[0], metadata={"options": options})
@@ -47,7 +54,7 @@ class Spelling:
     upcast: str = choice("none", "float", "to", "statistic", "statistic_and_back")
     # Its second moment.
     statistic: str = choice("mean_square", "var", "std", "norm", "moments")
-    squared_by: str = choice("none", "pow", "square", "times", "operator", "torch_pow", "abs_pow")
+    squared_by: str = choice("none", "pow", "square", "times", "operator", "torch_pow", "abs_pow", *PRODUCTS)
     averaged_by: str = choice("none", "mean", "torch_mean", "sum_over_number", "sum_over_shape", "sum_times", "sum")
     kept_by: str = choice("keepdim", "unsqueeze", "index")
     variance_by: str = choice("none", "method", "torch", "var_mean", "correction")
@@ -296,12 +303,12 @@ def _divided(s: Spelling, row: Tensor) -> Tensor:
     centre = row if mean is None else row - mean
     if s.upcast.startswith("statistic"):
         wide = centre.to(torch.float32)
-        return _times(s, centre, row, mean, _averaged(s, _squared(s, wide), dims))
+        return _times(s, centre, row, mean, _averaged(s, wide, dims))
     if s.statistic == "mean_square":
-        return _times(s, centre, row, mean, _averaged(s, _squared(s, centre), dims))
+        return _times(s, centre, row, mean, _averaged(s, centre, dims))
     if s.statistic == "moments":
         assert mean is not None
-        return _times(s, centre, row, mean, _averaged(s, _squared(s, row), dims) - mean * mean)
+        return _times(s, centre, row, mean, _averaged(s, row, dims) - mean * mean)
     if s.statistic == "var":
         return _times(s, centre, row, mean, _variance(s, row, dims))
     if s.statistic == "std":
@@ -333,21 +340,27 @@ def _squared(s: Spelling, x: Tensor) -> Tensor:
     return spelled[s.squared_by]()
 
 
-def _averaged(s: Spelling, x: Tensor, dims: Any) -> Tensor:
+def _averaged(s: Spelling, row: Tensor, dims: Any) -> Tensor:
+    """The mean of the squares, or their sum."""
+    if s.squared_by in PRODUCTS:
+        return _share(s, PRODUCTS[s.squared_by](row), row)
+    x = _squared(s, row)
     if s.kept_by != "keepdim":
         averaged = x.mean(dims) if s.averaged_by == "mean" else torch.mean(x, dims)
         return averaged.unsqueeze(-1) if s.kept_by == "unsqueeze" else averaged[..., None]
     if s.averaged_by == "mean":
         return x.mean(dims, keepdim=True)
-    if s.averaged_by == "sum":
-        return x.sum(dim=dims, keepdim=True)
     if s.averaged_by == "torch_mean":
         return torch.mean(x, dim=dims, keepdim=True)
+    return _share(s, x.sum(dim=dims, keepdim=True), x)
+
+
+def _share(s: Spelling, total: Tensor, x: Tensor) -> Tensor:
+    if s.averaged_by == "sum":
+        return total
     if s.averaged_by == "sum_over_shape":
-        return x.sum(dims, keepdim=True) / math.prod([x.shape[position] for position in s.positions])
-    if s.averaged_by == "sum_times":
-        return x.sum(dims, keepdim=True) * (1.0 / s.size)
-    return x.sum(dims, keepdim=True) / s.size
+        return total / math.prod([x.shape[position] for position in s.positions])
+    return total * (1.0 / s.size) if s.averaged_by == "sum_times" else total / s.size
 
 
 def _floored(s: Spelling, x: Tensor, eps: float) -> Tensor:
@@ -444,10 +457,14 @@ RULES: Mapping[str, Rule] = {
         and not (o == "moments" and g["dtype"] in HALF and g["upcast"] == "none")
         and (o == "mean_square" or not g["upcast"].startswith("statistic"))
     ),
-    "squared_by": _where(lambda g: _is_plain(g) and g["statistic"] in ("mean_square", "moments")),
+    "squared_by": lambda g, o: (
+        (o != "none") == (_is_plain(g) and g["statistic"] in ("mean_square", "moments"))
+        and not (o in PRODUCTS and g["over"] in ("last_two", "second"))
+    ),
     "averaged_by": lambda g, o: (
         (o != "none") == (_is_plain(g) and g["statistic"] in ("mean_square", "moments"))
         and not (o == "sum" and g["statistic"] == "moments")
+        and not (o in ("mean", "torch_mean") and g["squared_by"] in PRODUCTS)
     ),
     "kept_by": lambda g, o: (
         o == "keepdim" or (g["averaged_by"] in ("mean", "torch_mean") and g["over"] not in ("last_two", "second"))

@@ -18,7 +18,7 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, broadcast_from, fresh
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, tensor_operands
 
 if TYPE_CHECKING:
     from lz_compile.passes.formula.algebra import Region
@@ -171,6 +171,16 @@ def _labels(term: str, rank: int) -> list[str]:
     head, dots, tail = term.partition("...")
     count = rank - len(head) - len(tail)
     return list(head) + ([f".{count - 1 - i}" for i in range(count)] if dots else []) + list(tail)
+
+
+def is_of_squares(effects: Effects, call: Call) -> bool:
+    """Whether a product sums the squares of one tensor along some of its axes: of rows with themselves."""
+    if call.name not in PRODUCTS or len({_behind_layout(effects, node) for node in tensor_operands(call.node)}) != 1:
+        return False
+    found = factors(call, fresh(shape_of(known_tensor(call.node))))
+    if found is None or found.addend is not None or len(found.factors) != 2:
+        return False
+    return len({frozenset(axis for dim in dims for axis in dim) for _, dims in found.factors}) == 1
 
 
 # ---- products of two ----------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ reduction of a polynomial in ``x`` is a polynomial in these: ``mean((x - mean(x)
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -24,7 +25,7 @@ from lz_compile.passes.formula.expressions import tidy
 from lz_compile.passes.formula.pointwise import AT_LEAST, BENDS, Rule
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import Call, tensor_of, value_of
+from lz_compile.passes.graph.view import Call, tensor_of, tensor_operands, value_of
 
 ROW = sympy.Symbol("row", real=True)
 MEAN = sympy.Symbol("mean", real=True)
@@ -121,6 +122,8 @@ class Moments:
         if call is not None and self._is_whole(leaf):
             return CALLS[call.name](self, call, leaf.dims)
         reader = None if call is None else _REDUCTIONS.get(call.name)
+        if call is not None and reader is None and contraction.is_of_squares(self.effects, call):
+            reader = _product
         if reader is None or call is None or not self.edge.depends(call.node):
             return None
         if self._depth == _NESTED:
@@ -153,7 +156,10 @@ class Moments:
         if given is None:
             raise RefusedError("REDUCTION_UNCLEAR", f"{call.name} reduces unnamed dimensions", "name the dimensions")
         source_dims, new = given
-        expression = self.region.express(call.input, source_dims, call.node)
+        return self.reduced_by(call, self.region.express(call.input, source_dims, call.node), new)
+
+    def reduced_by(self, call: Call, expression: sympy.Expr, new: tuple[Axis, ...]) -> tuple[sympy.Expr, sympy.Expr]:
+        """The same of an expression that a call reduces over some axes."""
         leaves = self.region.leaves_in(expression)
         own = [symbol for symbol, leaf in leaves.items() if leaf.node is self.source]
         for symbol in own:
@@ -233,6 +239,15 @@ def _sum(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
     return count * moments.mean_of(expression, call.node)
 
 
+def _product(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
+    """Of rows with themselves (see :func:`contraction.is_of_squares`)."""
+    found = contraction.factors(call, dims)
+    assert found is not None, "a product of rows with themselves"
+    sides = [moments.region.express(node, own, call.node) for node, own in found.factors]
+    expression, count = moments.reduced_by(call, sympy.expand(math.prod(sides)), found.summed)
+    return count * moments.mean_of(expression, call.node)
+
+
 def _var(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
     correction = call.get("correction", call.get("unbiased", 1))
     if isinstance(call.get("dim"), bool) or not isinstance(correction, (bool, int, float)):
@@ -259,6 +274,16 @@ _REDUCTIONS: Mapping[str, Reduction] = {
 }
 #: Calls by which a reading may begin: statistics, and calls that normalise by themselves.
 STATISTICS = frozenset(_REDUCTIONS) | {"var_mean", "std_mean"}
+
+
+def is_statistic(effects: Effects, call: Call) -> bool:
+    """Whether a reading may begin at a call."""
+    return call.name in STATISTICS or call.name in CALLS or contraction.is_of_squares(effects, call)
+
+
+def row_of(statistic: Call) -> fx.Node:
+    """The tensor that a statistic is of; an ``einsum`` is given its equation first."""
+    return statistic.input if isinstance(statistic.input, fx.Node) else tensor_operands(statistic.node)[0]
 
 
 # ---- calls that normalise by themselves ------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.formula.expressions import is_cast
-from lz_compile.passes.formula.moments import CALLS, STATISTICS, Moments
+from lz_compile.passes.formula.moments import CALLS, Moments, is_statistic, row_of
 from lz_compile.passes.formula.normal_form import NormalForm
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
@@ -53,9 +53,9 @@ class _Stack:
     def is_statistic(self, node: fx.Node) -> bool:
         """Whether a call is a statistic of rows, or a normalisation."""
         call = self.effects.calls[node]
-        if call is None or not (call.name in STATISTICS or call.name in CALLS):
+        if call is None or not is_statistic(self.effects, call):
             return False
-        source = tensor_of(call.input)
+        source = tensor_of(row_of(call))
         return source is not None and source.is_floating_point() and 0 not in shape_of(source)
 
     def read(self, anchor: fx.Node) -> Match | NearMiss | None:

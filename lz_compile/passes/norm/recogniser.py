@@ -23,7 +23,7 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of, fresh
 from lz_compile.passes.formula.edge import Edge, behind_casts
 from lz_compile.passes.formula.expressions import is_cast
-from lz_compile.passes.formula.moments import CALLS, FUNCTIONS, MEAN_SQUARE, ROW, STATISTICS, Moments
+from lz_compile.passes.formula.moments import CALLS, FUNCTIONS, MEAN_SQUARE, ROW, STATISTICS, Moments, row_of
 from lz_compile.passes.formula.normal_form import NormalForm, normal_form
 from lz_compile.passes.formula.pointwise import is_dead, is_pointwise
 from lz_compile.passes.graph.effects import Effects
@@ -75,7 +75,7 @@ def _sources(effects: Effects, anchor: fx.Node) -> Iterator[fx.Node]:
     call = effects.calls[anchor]
     assert call is not None, "an anchor is a call"
     seen: set[fx.Node] = set()
-    level = [call.input]
+    level = [row_of(call)]
     for depth in range(_BEFORE):
         following: list[fx.Node] = []
         for node in level:
