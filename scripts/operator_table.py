@@ -99,6 +99,8 @@ EXAMPLES: Mapping[str, Callable[[Any, Any], Any]] = {
     "inner": torch.inner,
     "mv": lambda x, y: torch.mv(x, y[0]),
     "dot": lambda x, y: torch.dot(x[0], y[0]),
+    "vdot": lambda x, y: torch.vdot(x[0], y[0]),
+    "linalg_vecdot": lambda x, y: torch.linalg.vecdot(x[:, None], y, dim=-1),
     "tensordot": lambda x, y: torch.tensordot(x, y, dims=([1], [1])),
     "outer": lambda x, y: torch.outer(x[0], y[0]),
     "sum": lambda x, y: x.sum(1),

@@ -31,6 +31,7 @@ GAIN = 2.5
 #: Sums of squares of rows by one product.
 PRODUCTS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "einsum": lambda x: torch.einsum("...d,...d->...", x, x)[..., None],
+    "vecdot": lambda x: torch.linalg.vecdot(x, x).unsqueeze(-1),
     "matmul": lambda x: (x.unsqueeze(-2) @ x.unsqueeze(-1)).squeeze(-1),
 }
 

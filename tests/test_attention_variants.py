@@ -302,6 +302,7 @@ SCORED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "matmul_first": lambda q, k: q @ k.T,
     "mv": lambda q, k: torch.mv(k, q),
     "inner": lambda q, k: torch.inner(k, q),
+    "vecdot": lambda q, k: torch.linalg.vecdot(k, q),
     "column": lambda q, k: (k @ q[:, None]).squeeze(-1),
 }
 WEIGHED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -309,9 +310,12 @@ WEIGHED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mv": lambda p, v: torch.mv(v.T, p),
     "numbers": lambda p, v: v[:, 0] @ p,
     "dot": lambda p, v: torch.dot(p, v[:, 0]),
+    "vdot": lambda p, v: torch.vdot(p, v[:, 0]),
+    "vecdot": lambda p, v: torch.linalg.vecdot(p[:, None], v, dim=0),
 }
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("is_trained", [False, True])
 @pytest.mark.parametrize("weighed", WEIGHED)
 @pytest.mark.parametrize("scored", SCORED)

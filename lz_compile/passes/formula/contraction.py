@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lz_compile.passes.formula.algebra import Region
 
 #: Names of calls that are contractions by themselves (a ``sum`` is one when its input is a product).
-PRODUCTS = frozenset({"matmul", "bmm", "mm", "baddbmm", "addmm", "linear", "einsum", "inner", "mv", "dot", "tensordot"})
+PRODUCTS = frozenset("matmul bmm mm baddbmm addmm linear einsum inner mv dot vdot linalg_vecdot tensordot".split())
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,12 @@ def factors(call: Call, dims: Dims) -> Product | None:
     )
     if tensor_of(left) is None or tensor_of(right) is None:
         return None
+    if call.name in ("vdot", "linalg_vecdot") and known_tensor(left).is_complex():  # they conjugate it
+        return None
     if call.name in ("linear", "inner"):
         return _of_rows(call, dims, left, right)
+    if call.name == "linalg_vecdot":
+        return _vecdot(call, dims, left, right)
     if call.name == "tensordot":
         return _tensordot(call, dims, left, right)
     added = call.input if call.name in ("baddbmm", "addmm") else None
@@ -111,6 +115,19 @@ def _of_rows(call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Product |
     summed, rank = () if sizes[0][-1] == 1 else (Axis(sizes[0][-1]),), len(sizes[0]) - 1
     found = (left, (*dims[:rank], summed)), (right, (*dims[rank:], summed))
     return Product(found, summed, _added(call.get("bias"), dims))
+
+
+def _vecdot(call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Product | None:
+    """Along one dimension of both, as they broadcast."""
+    shapes, position = [shape_of(known_tensor(each)) for each in (left, right)], call.get("dim", -1) % (len(dims) + 1)
+    sizes = {shape[position - len(dims) - 1] for shape in shapes if len(shape) >= len(dims) + 1 - position}
+    if len(sizes) != 1:
+        return None
+    summed = tuple(Axis(size) for size in sizes if size != 1)
+    whole = (*dims[:position], summed, *dims[position:])
+    return Product(
+        tuple((each, broadcast_from(whole, shape)) for each, shape in zip((left, right), shapes, strict=True)), summed
+    )
 
 
 def _tensordot(call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Product | None:
