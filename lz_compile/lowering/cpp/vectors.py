@@ -37,12 +37,14 @@ struct BFloat16 {
 };
 """,
     torch.float16: """
-#if defined(__FLT16_MAX__)
+#if defined(__F16C__)
 struct Half {
-  _Float16 value;
+  typedef short Bits __attribute__((vector_size(16)));
+  typedef float Floats __attribute__((vector_size(16)));
+  short bits;
   Half() = default;
-  INLINE_MEMBER explicit Half(float x) : value(static_cast<_Float16>(x)) {}
-  INLINE_MEMBER operator float() const { return static_cast<float>(value); }
+  INLINE_MEMBER explicit Half(float x) : bits(Bits(__builtin_ia32_vcvtps2ph(Floats{x}, 0))[0]) {}
+  INLINE_MEMBER operator float() const { return __builtin_ia32_vcvtph2ps(Bits{bits})[0]; }
 };
 #else
 #include <c10/util/Half.h>
