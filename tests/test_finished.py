@@ -209,6 +209,7 @@ REFUSED: dict[str, tuple[Callable[[], Attempt], str]] = {
         lambda: attempt(lambda x: torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False), pair()[0]),
         "graph",
     ),
+    "places of memory": (lambda: attempt(lambda x: x.as_strided((2,), (1,), 1), pair()[0]), "places of its memory"),
     "a dump": (lambda: attempt(scores, *pair(), options={"layerzero.dump": "x"}), "its graph is asked for"),
     "verification": (
         lambda: attempt(scores, *pair(), options={"layerzero.verify": "always"}),

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from lz_compile.lowering.kernels.mlp import torch_mlp
 from lz_compile.lowering.ops import mlp as op
+from lz_compile.passes.formula import projections
 from lz_compile.passes.formula.pointwise import AT_LEAST, evaluate
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.mlp.matching import matches
@@ -448,3 +449,17 @@ def test_residuals_beside_projections_are_no_row_of_an_activation() -> None:
     result, backend = _run(model, x := torch.randn(3, 16))
     assert not backend.report.matches
     torch.testing.assert_close(result, model(x))
+
+
+def test_sums_of_many_projections_are_followed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sum asks for its summands: what they are made of was read twice as often with each."""
+    graph = torch.fx.Graph()
+    x, weight = (graph.placeholder(name) for name in ("x", "weight"))
+    node = graph.call_function(F.linear, (x, weight))
+    for _ in range(14):
+        node = graph.call_function(torch.add, (node, graph.call_function(F.linear, (x, weight))))
+    graph.output(node)
+    asked, is_weight = [], projections._is_weight
+    monkeypatch.setattr(projections, "_is_weight", lambda *given: asked.append(given) or is_weight(*given))
+    projections.projection(Effects(graph), node)
+    assert len(asked) < 50

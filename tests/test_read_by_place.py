@@ -40,9 +40,22 @@ def test_a_tensor_that_begins_elsewhere_is_compiled_for_anew(
     assert len(backend.graphs) == compiles
 
 
-def test_what_inductor_makes_reads_the_right_place() -> None:
-    memory, fast = torch.arange(12.0), torch.compile(of_an_input, backend="layerzero")
-    with torch._inductor.config.patch(force_disable_caches=True):
-        for start in (0, 2):
-            part = memory[start : start + 6]
-            torch.testing.assert_close(fast(part), of_an_input(part))
+def in_a_checkpoint(x: Tensor) -> Tensor:
+    part = torch.utils.checkpoint.checkpoint(of_an_input, x, use_reentrant=False)
+    assert isinstance(part, Tensor)
+    return part
+
+
+def as_a_copy(x: Tensor) -> Tensor:
+    return torch.as_strided_copy(x, (2,), (1,), 3) * 2
+
+
+@pytest.mark.parametrize("function", [of_an_input, of_a_view, in_a_checkpoint, as_a_copy])
+def test_what_inductor_makes_and_keeps_reads_the_right_place(function: Callable[[Tensor], Tensor]) -> None:
+    memory = torch.arange(12.0)
+    for start in (0, 2, 1):  # Inductor's caches take inputs that begin elsewhere for equal ones
+        torch._dynamo.reset()
+        fast = torch.compile(function, backend="layerzero")
+        for begin in (start, 0):
+            part = memory[begin : begin + 6]
+            torch.testing.assert_close(fast(part), function(part))

@@ -244,3 +244,17 @@ def test_a_row_of_nan_that_masks_every_key_gives_queries_and_keys_no_gradient(ba
     torch.testing.assert_close(*outcomes, equal_nan=True)
     assert not outcomes[1][1].isnan().any()
     assert outcomes[1][3].isnan().all()
+
+
+@pytest.mark.parametrize("selects_masked", [True, False])
+def test_a_key_of_nan_gives_no_gradient_to_keys_that_no_query_sees_beside_it(selects_masked: bool) -> None:
+    attrs = AttentionAttrs(selects_masked=selects_masked, band=Band(-2, 0))
+    query, key, value = torch.randn(3, 1, 2, 10, 4, generator=torch.Generator().manual_seed(0)).unbind()
+    key[..., 3, :] = torch.nan
+    given = [each.requires_grad_() for each in (query, key, value)]
+    outcomes = []
+    for function in (attention_op.reference, tiled.attention):
+        result = function(attention_op.Operands(*given), attrs)
+        outcomes.append([result, *torch.autograd.grad(result.sum(), given)])
+    torch.testing.assert_close(*outcomes, equal_nan=True)
+    assert not outcomes[1][2][..., 6:, :].isnan().any()

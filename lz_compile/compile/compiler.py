@@ -26,6 +26,7 @@ from lz_compile.lowering import (
 from lz_compile.passes.graph.gradients import note_as_handed_in
 from lz_compile.passes.graph.places import read_by_place
 from lz_compile.passes.graph.snapshot import Snapshot
+from lz_compile.passes.graph.view import known_tensor
 from lz_compile.report.dump import Dump
 from lz_compile.report.report import GraphReport, new_report
 from lz_compile.runtime.policy import policy
@@ -57,7 +58,8 @@ def inductor_runner(mode: str | None, options: dict[str, Any]) -> Runner:
     alike = row_bits.is_wanted(policy.current())
 
     def run(graph: fx.GraphModule, inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
-        return inductor.compile_graph(graph, inputs, config, _cache_key(report), rounds_alike=alike)
+        begins = [str(known_tensor(node).storage_offset()) for node in read_by_place(graph.graph)]
+        return inductor.compile_graph(graph, inputs, config, _cache_key(report, begins), rounds_alike=alike)
 
     return run
 
@@ -177,7 +179,8 @@ def _unmark_layers(report: GraphReport) -> None:
         layers.folded = False
 
 
-def _cache_key(report: GraphReport) -> str:
-    """Our source and our decisions: what Inductor's caches must not confuse."""
+def _cache_key(report: GraphReport, begins: Sequence[str] = ()) -> str:
+    """Our source, our decisions, and where inputs begin that are read by place: what Inductor's caches must not confuse."""
     decisions = [(match.op, match.kernel, match.rewritten, match.attributes) for match in report.matches]
-    return hashlib.sha256((source_hash() + json.dumps(decisions, sort_keys=True, default=str)).encode()).hexdigest()
+    told = json.dumps([decisions, *begins], sort_keys=True, default=str)
+    return hashlib.sha256((source_hash() + told).encode()).hexdigest()

@@ -22,6 +22,7 @@ from lz_compile.compile.options import Options
 from lz_compile.ground import health, store
 from lz_compile.ground.machine import code_runs_on, environment
 from lz_compile.lowering import dynamo
+from lz_compile.passes.graph.places import read_by_place
 from lz_compile.passes.graph.refusal import source_of
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.policy.resolved import Policy
@@ -128,6 +129,7 @@ def _state() -> Iterator[str]:
 def _inputs(module: fx.GraphModule, inputs: Sequence[Any]) -> Iterator[str]:
     places: dict[int, int] = {}
     nodes = module.graph.find_nodes(op="placeholder")
+    _refuse(read_by_place(module.graph), "an input is read by places of its memory, which is guarded as it is compiled")
     _refuse(len(nodes) != len(inputs), "its inputs are not those of its graph")
     for node, value in zip(nodes, inputs, strict=True):
         _refuse(_is_symbolic(value), "a size is symbolic")

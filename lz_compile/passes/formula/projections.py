@@ -150,9 +150,11 @@ def is_moved(call: Call | None) -> bool:
     return call is not None and (is_cast(call) or rearranges(call))
 
 
-def projection(effects: Effects, node: fx.Node, products: frozenset[str] = PRODUCTS) -> fx.Node | None:
-    """The product with a weight that a row is, or is cut out of; None where it is none."""
-    for _ in range(_DEPTH):
+def projection(
+    effects: Effects, node: fx.Node, products: frozenset[str] = PRODUCTS, depth: int = _DEPTH
+) -> fx.Node | None:
+    """The product with a weight that a row is, or is cut out of, the first one of a sum; None where it is none."""
+    for left in reversed(range(depth)):
         call = effects.calls.get(node)
         if call is None:
             return None
@@ -161,9 +163,9 @@ def projection(effects: Effects, node: fx.Node, products: frozenset[str] = PRODU
             return node if is_own or any(_is_weight(effects, each) for each in node.all_input_nodes) else None
         if call.name in ("add", "sub"):
             terms = [each for each in node.all_input_nodes if not _is_weight(effects, each)]
-            is_one = len(terms) == 1 or all(projection(effects, each, products) is not None for each in terms)
-            following = terms[0] if terms and is_one else None
-        elif call.name == "cat":  # of the parts of several experts
+            found = [projection(effects, each, products, left) for each in terms]
+            return found[0] if found and None not in found else None
+        if call.name == "cat":  # of the parts of several experts
             parts = [effects.calls.get(each) for each in _first(call)]
             is_whole = all(part is not None and part.name in products for part in parts)
             following = parts[0].node if parts and parts[0] is not None and is_whole else None

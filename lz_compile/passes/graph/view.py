@@ -82,7 +82,7 @@ _PARAMETERS: Mapping[str, str] = {
     "input weight": "embedding conv1d conv2d conv3d",
     "input shifts dims": "roll",
     "input dimension size step": "unfold",
-    "input size stride storage_offset": "as_strided",
+    "input size stride storage_offset": "as_strided as_strided_copy",
     "input pad mode value": "pad",
     "input value": "fill",
     "input other p": "cdist",

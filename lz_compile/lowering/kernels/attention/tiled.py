@@ -106,8 +106,8 @@ def _of_scores(
         shares = torch.mul(gradient, weights.scores, out=tile.memory("shares", dtype))
         _reduce(tile.of(found.sinks), tile.by_head(shares.sum(-1, keepdim=True)).mul(weights.sink).neg_())
     torch._softmax_backward_data(gradient, weights.scores, -1, dtype, grad_input=gradient)
-    has_weights = problem.attrs.masked_rows == "mean" or bool(weights.scores[..., :1].isnan().any())
-    if has_weights and tile.may_be_empty:  # where all are dropped, they have weights, which may be NaN
+    has_weights = problem.attrs.masked_rows == "mean" and tile.may_be_empty  # where all are dropped
+    if has_weights or bool(weights.scores[..., :1].isnan().any()):  # what is dropped is NaN with its row
         tile.drop(gradient, 0.0)
     if found.bias is not None:
         _reduce(tile.of(found.bias), tile.by_head(gradient))
