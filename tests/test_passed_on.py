@@ -44,6 +44,13 @@ def a_view(x: Tensor, w: Tensor, drop: Drop) -> Any:
     return a.softmax(-1)
 
 
+def parts(x: Tensor, w: Tensor, drop: Drop) -> Any:
+    a = x.sin()
+    first, second = drop(a).chunk(2, -1)
+    first.mul_(3)
+    return a.softmax(-1), second
+
+
 def a_result(x: Tensor, w: Tensor, drop: Drop) -> Any:
     a = x.sin()
     y = drop(a)
@@ -57,7 +64,7 @@ def what_gets_a_gradient(x: Tensor, w: Tensor, drop: Drop) -> Any:
     return (a * 2).softmax(-1), a.view(-1)
 
 
-@pytest.mark.parametrize("function", [an_input, an_input_later, a_view, a_result, what_gets_a_gradient])
+@pytest.mark.parametrize("function", [an_input, an_input_later, a_view, parts, a_result, what_gets_a_gradient])
 @pytest.mark.parametrize("drop", DROPS.values(), ids=DROPS)
 def test_what_is_written_to_one_is_read_of_the_other(drop: Drop, function: Callable[..., Any]) -> None:
     def run(call: Callable[..., Any]) -> list[Tensor]:

@@ -24,6 +24,7 @@ def pass_on(graph: fx.Graph) -> int:
     gone = [node for node, call in effects.calls.items() if call and call.name in DROPOUTS and not drops(call)]
     memories = {node: set(memories_of(node)) for node in graph.nodes} if gone else {}
     had = {node: has_gradient(node) for node in memories}
+    mode = next((tensor.fake_mode for node in gone if (tensor := tensor_of(node)) is not None), None)  # type: ignore[attr-defined]
     moved = {memory for node in gone for memory in memories[node] - memories[node.all_input_nodes[0]]}
     for node, own in memories.items():
         call = effects.calls[node]
@@ -33,14 +34,13 @@ def pass_on(graph: fx.Graph) -> int:
         shown = own.union(*(memories[each] for each in ([] if call is None else overwritten(call))))
         is_other = any(has_gradient(each) != had[each] for each in node.all_input_nodes)
         if call is not None and node.op != "output" and (shown & moved or is_other):
-            node.meta["example_value"] = _noted(node, effects)
+            node.meta["example_value"] = _noted(node, effects, mode)
     for node in gone:
         graph.erase_node(node)
     return len(gone)
 
 
-def _noted(node: fx.Node, effects: Effects) -> Any:
+def _noted(node: fx.Node, effects: Effects, mode: Any) -> Any:
     """What a call gives of what is noted of its operands by now."""
-    mode = next(tensor.fake_mode for each in node.all_input_nodes if (tensor := tensor_of(each)) is not None)  # type: ignore[attr-defined]
     args, kwargs = fx.map_arg((node.args, node.kwargs), value_of)
     return Emitter(node.graph, mode, effects.ambient(node), node).compute(called, node.target, args, kwargs)

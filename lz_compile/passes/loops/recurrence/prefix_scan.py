@@ -247,9 +247,6 @@ class _Reader:
         between = [node for node in core if node in inside]
         generator = torch.Generator().manual_seed(0)
         sizes = [as_size(size) for size in known_tensor(output).shape]
-        shapes = [map(as_size, known_tensor(leaf).shape) for leaf in leaves]
-        if any(own not in (1, size) for shape in shapes for own, size in zip(shape, sizes, strict=True)):
-            raise _unknown(output, "made of tensors of other shapes")
         whole = {at for at in range(len(sizes)) if at == dim or any(self._mixes(node, at) for node in between)}
         if math.prod(size for at in whole if isinstance(size := sizes[at], int)) > _MOST_ELEMENTS:
             whole = {dim}
