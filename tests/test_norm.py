@@ -16,7 +16,7 @@ from graphs import capture
 from hypothesis import HealthCheck, Phase, given, settings
 from norm_near_misses import inputs as lookalike_inputs
 from norm_near_misses import near_misses
-from norm_spellings import TOLERANCES, Spelling, spellings
+from norm_spellings import PRODUCTS, TOLERANCES, Spelling, spellings
 from tiers import examples, shallow
 from torch import Tensor, nn
 
@@ -104,6 +104,35 @@ def test_every_spelling_by_hand_is_found_and_gives_the_same(spelling: Spelling) 
     got, backend = compiled(spelling.build(), *inputs)
     check_close(spelling, got, spelling.reference(*inputs))
     check_match(spelling, only(backend))
+
+
+@pytest.mark.parametrize("is_centred", [False, True])
+@pytest.mark.parametrize("product", PRODUCTS)
+def test_squares_may_be_summed_by_one_product(product: str, is_centred: bool) -> None:
+    spelling = Spelling(is_centred=is_centred, squared_by=product, averaged_by="sum_over_number", weight="plain")
+    inputs = spelling.inputs(0)
+    torch._dynamo.mark_dynamic(inputs[0], 0)
+    got, backend = compiled(spelling.build(), *inputs)
+    check_close(spelling, got, spelling.reference(*inputs))
+    check_match(spelling, only(backend))
+
+
+def test_products_of_a_tensor_with_itself_are_no_squares_where_rows_meet_others() -> None:
+    """``x @ x.T`` is of pairs of rows, and a sum over both axes apart is of no row."""
+
+    def pairs(x: Tensor) -> Tensor:
+        return x * torch.rsqrt((x @ x.mT) + 30)[:, :1]
+
+    def sums(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(torch.einsum("sd,te->sd", x, x).square().mean(-1, keepdim=True) + 1e-6).abs()
+
+    for function in (pairs, sums):
+        x = torch.randn(4, 8)
+        got, backend = compiled(function, x)
+        torch.testing.assert_close(got, function(x))
+        assert not backend.report.events, backend.why_not()
+        assert all(match.op != "norm" for match in backend.report.matches), backend.why_not()
+        assert not backend.report.near_misses, backend.why_not()
 
 
 @given(spelling=spellings(dtype=torch.float64))
