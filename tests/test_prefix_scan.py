@@ -277,6 +277,21 @@ def test_recurrences_as_products_with_all_earlier_keys_are_named(weighs: str) ->
     torch.testing.assert_close(got, parallel(*given))
 
 
+@pytest.mark.parametrize("kind", ["normalised", "gated"])
+def test_what_is_weighted_by_masked_attentions_is_no_recurrence(kind: str) -> None:
+    """A norm or a gate of what an attention gives knows of the mask, too: it lies behind a product."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+        scores = (q @ k.mT).masked_fill(torch.ones(6, 6).triu(1) == 1, -torch.inf).softmax(-1)
+        out = (scores * q.shape[-1]) @ (v * 2)
+        scale = out.square().mean(-1, keepdim=True).rsqrt() if kind == "normalised" else out.sum(-1, True).sigmoid()
+        return (q * 2) @ (out * scale).mT @ weight
+
+    q, k, v = torch.randn(3, 2, 6, 4)
+    _, backend = compiled(attend, q, k, v, torch.randn(6, 4))
+    assert "PARALLEL_FORM" not in [miss.reason.code for miss in backend.report.near_misses]
+
+
 def test_masked_products_that_are_no_recurrence_are_not() -> None:
     def others(q: Tensor, weight: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         scores, mask = q @ (v * 2).mT, torch.ones(6, 6).tril() == 0

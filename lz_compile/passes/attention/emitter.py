@@ -72,7 +72,7 @@ class AttentionEmitter(TableEmitter):
     keep: sympy.Expr
     bias: sympy.Expr
     output_gain: sympy.Expr
-    sinks: Leaf | None
+    sinks: sympy.Expr | None
     output: fx.Node
     output_dims: Dims
     dtype: torch.dtype
@@ -94,11 +94,11 @@ class AttentionEmitter(TableEmitter):
         """The nodes that the replacement reads, with their axes."""
         found: dict[fx.Node, Dims] = {operand.node: operand.dims for operand in (self.query, self.key, self.value)}
         fill = self.fill if self.attrs.masked_rows == "fill" else sympy.S.Zero
-        gains = (self.query_gain, self.key_gain, self.output_gain)
-        for leaf in self.region.leaves_in(*gains, self.keep, self.bias, fill, self.distance).values():
+        rows = (self.query_gain, self.key_gain, self.output_gain, self.sinks or sympy.S.Zero)
+        for leaf in self.region.leaves_in(*rows, self.keep, self.bias, fill, self.distance).values():
             found.setdefault(leaf.node, leaf.dims)
         pair = () if self.documents is None else (self.documents.query, self.documents.key)
-        for each in (self.sinks, self.slopes, *pair):
+        for each in (self.slopes, *pair):
             if each is not None:
                 found.setdefault(each.node, each.dims)
         return found
@@ -163,7 +163,7 @@ class AttentionEmitter(TableEmitter):
         if self.attrs.masked_rows == "fill":
             found["fill"] = self._piecewise(builder, self.fill, scores)
         if self.sinks is not None:
-            found["sinks"] = self._arranged(builder, "sinks", self.sinks)
+            found["sinks"] = self._added(builder, self.sinks, self.axes(ROWS), query)
         if self.slopes is not None:
             linear = self._arranged(builder, "slopes", self.slopes)
             found["slopes"] = linear if self.slopes.factor == 1 else linear * self.slopes.factor
@@ -195,9 +195,12 @@ class AttentionEmitter(TableEmitter):
         return query - around, key, squares * weight * float(self.key.factor**2)
 
     def _bias(self, builder: Builder, groups: tuple[tuple[Axis, ...], ...], query: Any) -> Any:
-        """The bias; one number for all scores, Python's or a tensor's, as a tensor of the rank of scores."""
-        value = builder.evaluate(self.bias, self.region.leaves, groups, self._wide())
-        tensors = (tensor_of(leaf.node) for leaf in self.region.leaves_in(self.bias).values())
+        return self._added(builder, self.bias, groups, query)
+
+    def _added(self, builder: Builder, expression: sympy.Expr, groups: tuple[tuple[Axis, ...], ...], query: Any) -> Any:
+        """A bias, or sinks; one number for all, Python's or a tensor's, as a tensor of the rank of scores."""
+        value = builder.evaluate(expression, self.region.leaves, groups, self._wide())
+        tensors = (tensor_of(leaf.node) for leaf in self.region.leaves_in(expression).values())
         if any(tensor is not None and tensor.dim() for tensor in tensors):
             return value
         return query.new_zeros((1,) * len(groups), dtype=self._wide()) + value

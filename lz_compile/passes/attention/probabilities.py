@@ -1,7 +1,9 @@
 """Softmax in all of its spellings, read from the expression of the probabilities.
 
 ``softmax(s)``, ``exp(log_softmax(s))``, ``exp(s - logsumexp(s))``, ``exp(s - max) / sum(exp(s - max))`` and
-``m * exp(s) / sum(m * exp(s))`` are the same function of the scores ``s``, up to a mask ``m``.
+``m * exp(s) / sum(m * exp(s))`` are the same function of the scores ``s``, up to a mask ``m``. So are, with one more score
+``t`` that has no value, ``softmax(cat(s, t))[:-1]``, ``exp(s) / (exp(t) + sum(exp(s)))`` and
+``softmax(s) * sigmoid(logsumexp(s) - t)``.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
-from lz_compile.passes.formula.expressions import DROPOUT, NAN_TO_NUM, is_indicator, reduce_indicators, tidy
+from lz_compile.passes.formula.expressions import DROPOUT, NAN_TO_NUM, is_cast, is_indicator, reduce_indicators, tidy
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
@@ -26,7 +28,7 @@ from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 class Probabilities:
     """``gain * dropout(softmax(scores over keys))``; rows that have nothing to normalise give zero if ``zero_rows``.
 
-    ``sinks`` is the leaf of a column that takes part in the normalisation only. ``unnormalised`` is the expression that
+    ``sinks`` is a score of each row that takes part in the normalisation only. ``unnormalised`` is the expression that
     still has to be divided by its sum over the keys, where that division comes after the values. ``is_exponential``:
     spelled with ``exp``, which may overflow or underflow where the maximum was not subtracted. ``rounds_masked_rows``:
     ``exp(s - logsumexp(s))`` is not normalised where ``s`` is so large that the sum's logarithm is rounded away.
@@ -39,7 +41,7 @@ class Probabilities:
     keep: sympy.Expr = sympy.S.One
     dropout_p: float = 0.0
     zero_rows: bool = False
-    sinks: Leaf | None = None
+    sinks: sympy.Expr | None = None
     unnormalised: sympy.Expr | None = None
     is_exponential: bool = False
     rounds_masked_rows: bool = False
@@ -121,11 +123,13 @@ def _without_sink(effects: Effects, leaf: Leaf) -> tuple[fx.Node, fx.Node] | Non
     if call is None or _dropped(call) is None or tensor_of(call.input) is None:
         return None
     whole = effects.calls.get(call.input)
-    while whole is not None and whole.name in ("to", "type_as", "dropout", "float"):
+    while whole is not None and (whole.name == "dropout" or is_cast(whole)):
         whole = effects.calls.get(whole.input)
     if whole is None or whole.name != "softmax" or not isinstance(whole.input, fx.Node):
         return None
     joined = effects.calls.get(_through_shift(effects, whole.input))
+    while joined is not None and is_cast(joined):
+        joined = effects.calls.get(_through_shift(effects, joined.input))
     if joined is None or joined.name != "cat":
         return None
     sizes, kept = shape_of(known_tensor(whole.node)), shape_of(known_tensor(leaf.node))
@@ -201,11 +205,10 @@ def _with_sink(region: Region, leaf: Leaf, joined: fx.Node, gain: sympy.Expr) ->
         raise RefusedError("SINK_NOT_UNDERSTOOD", "more than one column is appended to the scores", "append one column")
     scores = region.express(parts[1 - place], leaf.dims, joined)
     region.interior.setdefault(leaf.node, leaf.dims)  # its slice may spell out the number of keys
-    return Probabilities(scores, leaf.dims, gain, sinks=Leaf(parts[place], (*leaf.dims[:-1], ())))
+    return Probabilities(scores, leaf.dims, gain, sinks=region.leaf(parts[place], (*leaf.dims[:-1], ())))
 
 
 def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: tuple[Axis, ...]) -> Probabilities:
-    denominator = sympy.fraction(sympy.powsimp(expression))[1]
     sums = _sums(region, expression, keys)
     if not sums:
         scores, keep = _logarithm(expression)
@@ -213,64 +216,117 @@ def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: 
     if len(sums) > 1:
         raise RefusedError("DENOMINATOR_UNCLEAR", "several sums divide the exponentials", "divide by one sum")
     total = sums[0]
-    if isinstance(denominator, sympy.Add) or (denominator.has(total) and not _is_factor(denominator, total)):
-        raise RefusedError(
-            "EPSILON_IN_DENOMINATOR",
-            f"the sum of exponentials is not the denominator by itself ({denominator})",
-            "divide by the sum alone, or have the logarithm of what is added as one more score, which is dropped behind",
-        )
     summand = _summand(region, total, dims, keys)
-    gain = _ratio(expression, total, summand, region.effects.name(region.leaves[total].node) == "logsumexp")
-    _check_same_sum(region, gain, keys)
+    is_logarithm = _is_logarithm(region, total)
+    gain, sinks = _ratio(region, expression, total, summand, keys)
     scores, keep = _logarithm(summand)
-    is_logarithm = region.effects.name(region.leaves[total].node) == "logsumexp"
-    return Probabilities(scores, dims, gain, keep, is_exponential=not is_logarithm, rounds_masked_rows=is_logarithm)
+    return Probabilities(
+        scores,
+        dims,
+        gain,
+        keep,
+        sinks=sinks,
+        is_exponential=not is_logarithm,
+        rounds_masked_rows=is_logarithm,
+    )
 
 
 def divided_by_sum(
     region: Region, expression: sympy.Expr, product: sympy.Symbol, found: Probabilities, keys: tuple[Axis, ...]
-) -> sympy.Expr | None:
-    """The gain of ``expression`` over ``product / sum(weights)``, None where it is no such quotient."""
+) -> tuple[sympy.Expr, sympy.Expr | None] | None:
+    """Gain and sink of ``expression``, which is ``product`` divided by a sum, or the share of a sum in it and a sink.
+
+    None where it is nothing of the kind.
+    """
     sums = [symbol for symbol in _sums(region, expression, keys) if symbol != product]
-    if len(sums) != 1 or found.unnormalised is None:
+    weights = found.unnormalised
+    if len(sums) != 1 or found.sinks is not None:
         return None
     summand = _summand(region, sums[0], found.dims, keys)
-    gain = _ratio(expression / product, sums[0], summand / found.unnormalised, False)
-    if gain.has(product) or gain.has(sums[0]):
-        return None
-    _check_same_sum(region, gain, keys)
-    return gain
+    if weights is None:
+        weights = found.keep * sympy.exp(found.scores) / _whole(region, sums[0])
+    gain, sinks = _ratio(region, expression / product * weights, sums[0], summand, keys)
+    return None if gain.has(product) else (gain, sinks)
 
 
-def _check_same_sum(region: Region, gain: sympy.Expr, keys: tuple[Axis, ...]) -> None:
+def _ratio(
+    region: Region, expression: sympy.Expr, total: sympy.Symbol, summand: sympy.Expr, keys: tuple[Axis, ...]
+) -> tuple[sympy.Expr, sympy.Expr | None]:
+    """``(gain, sinks)`` with ``expression == gain * summand / (total + exp(sinks))``, no sinks where nothing is added.
+
+    Raises:
+        RefusedError: it is a quotient of something else.
+    """
+    whole = _whole(region, total)
+    gain = sympy.powsimp(expression * whole / summand)
+    if gain.free_symbols:
+        gain = sympy.simplify(gain) if gain.has(sympy.exp) else sympy.cancel(gain)
+    sinks = None
+    if gain.has(total):
+        gain, sinks = _beside_sink(region, expression, total, summand, keys)
+    gain = tidy(gain)
     if region.axes_in(gain) & set(atoms(keys)) or gain.has(sympy.exp):
         raise RefusedError(
             "DENOMINATOR_OF_ANOTHER_SUM",
             "the exponentials are divided by the sum of something else",
             "normalise by the sum over the same, equally masked, exponentials",
         )
+    return gain, sinks
 
 
-def _ratio(expression: sympy.Expr, total: sympy.Symbol, summand: sympy.Expr, is_logarithm: bool) -> sympy.Expr:
-    """What is left of ``expression`` without ``summand / total``: one where it is exactly the normalised summand."""
-    whole = sympy.exp(total) if is_logarithm else total
-    left = sympy.powsimp(expression * whole / summand)
-    if left.free_symbols:
-        left = sympy.simplify(left) if left.has(sympy.exp) else sympy.cancel(left)
-    return tidy(left)
+def _beside_sink(
+    region: Region, expression: sympy.Expr, total: sympy.Symbol, summand: sympy.Expr, keys: tuple[Axis, ...]
+) -> tuple[sympy.Expr, sympy.Expr]:
+    """What :func:`_ratio` gives where something is added to the sum."""
+    given = {total: sympy.log(_WHOLE) if _is_logarithm(region, total) else _WHOLE}
+    inverse = sympy.powsimp(sympy.expand(sympy.powsimp(sympy.expand((summand / expression).xreplace(given)))))
+    slope = sympy.simplify(sympy.diff(inverse, _WHOLE))
+    added = sympy.powsimp(sympy.expand(inverse.xreplace({_WHOLE: sympy.S.Zero}) / slope))
+    try:
+        sinks, keep = _logarithm(sympy.simplify(added))
+    except RefusedError:
+        sinks, keep = sympy.S.Zero, sympy.S.Zero
+    if slope.has(_WHOLE) or keep != 1 or region.axes_in(sinks) & set(atoms(keys)):
+        raise RefusedError(
+            "EPSILON_IN_DENOMINATOR",
+            f"the sum of exponentials is not the denominator by itself ({1 / slope if slope.has(_WHOLE) else added})",
+            "divide by the sum alone, or by its sum with a positive number or exponential",
+        )
+    return 1 / slope, tidy(sympy.expand(sinks))
 
 
-def _is_factor(denominator: sympy.Expr, total: sympy.Symbol) -> bool:
-    return not sympy.cancel(denominator / total).has(total) or denominator.has(sympy.exp)
+_SEVERAL = 2
+_EXPONENTIALS = frozenset({"exp", "exp2"})
+#: A sum of exponentials, which is positive.
+_WHOLE = sympy.Symbol("whole", positive=True)
+
+
+def _is_logarithm(region: Region, total: sympy.Symbol) -> bool:
+    return region.effects.name(region.leaves[total].node) == "logsumexp"
+
+
+def _whole(region: Region, total: sympy.Symbol) -> sympy.Expr:
+    return sympy.exp(total) if _is_logarithm(region, total) else total
 
 
 def _sums(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> list[sympy.Symbol]:
-    """The leaves that are sums (or logarithms of sums of exponentials) over axes that include the keys."""
+    """The leaves that are sums (or logarithms of sums of exponentials) over axes that include the keys.
+
+    Of several ones, those of exponentials: a sink may be a sum of products.
+    """
     own = set(atoms(keys))
+    names = {symbol: region.effects.name(leaf.node) for symbol, leaf in region.leaves_in(expression).items()}
+    found = [
+        each for each, name in names.items() if name in ("sum", "logsumexp") and not own & region.leaves[each].axes
+    ]
+    if len(found) < _SEVERAL:
+        return found
+    nodes = {each: region.leaves[each].node for each in found}
+    summed = {each: node.all_input_nodes for each, node in nodes.items()}
     return [
-        symbol
-        for symbol, leaf in region.leaves_in(expression).items()
-        if region.effects.name(leaf.node) in ("sum", "logsumexp") and not own & leaf.axes
+        each
+        for each in found
+        if names[each] == "logsumexp" or any(region.reaches(x, _EXPONENTIALS, nodes[each]) for x in summed[each])
     ]
 
 

@@ -19,12 +19,13 @@ from lz_compile.ground.reasons import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import probabilities, scores
 from lz_compile.passes.attention.probabilities import Probabilities
-from lz_compile.passes.attention.scores import Scores, has_scores, is_weight, mixed_scores
+from lz_compile.passes.attention.scores import Scores, has_scores, is_product, is_weight, mixed_scores, path_to
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, fresh
 from lz_compile.passes.formula.contraction import Contraction, Factor
 from lz_compile.passes.formula.expressions import INFINITY, tidy
+from lz_compile.passes.formula.pointwise import BENDS
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import OUT_OF_PLACE, MutatedError, NearMiss, RefusedError, refusal_of
 from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of, where_of
@@ -32,6 +33,8 @@ from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of,
 OP = "attention"
 SCORES = contraction.PRODUCTS - {"linear", "addmm"}
 SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
+#: Calls that a share beside a sink may be computed with.
+_SHARES = {name: BENDS[name] for name in ("sigmoid", "log1p")}
 
 #: What is made of an attention that was found.
 Made = TypeVar("Made")
@@ -145,39 +148,69 @@ class Reader(Generic[Made]):
         if outer.addend is not None:
             raise RefusedError("OUTPUT_ACCUMULATES", "the product with the values is added to a tensor", "add it after")
         gain = tidy(sympy.expand(found.gain * outer.coefficient))
-        if found.unnormalised is not None:
-            if output is outer.call.node:
-                return self._match_quotient(outer.call.node)
+        if output is outer.call.node:
+            later = self._match_quotient(outer.call.node, is_needed=found.unnormalised is not None)
+            if later is not None:
+                return later
+        else:
             product = self.region.leaf(outer.call.node, outer.dims)
             quotient = self.region.express(output, read.output_dims)
             divided = probabilities.divided_by_sum(self.region, quotient, product, found, keys)
             if divided is None:
                 return None
-            gain = divided
+            gain, sinks = divided
+            found = replace(found, sinks=sinks)
+        found = self._from_shift(found, inner)
         kept = sympy.factor(inner.keep * found.keep)
         if kept != 1 and not self.region.axes_in(rest := sympy.cancel(gain / kept)) & set(atoms(keys)):
             gain, found = rest, replace(found, is_masked_again=True)
         self._check_gain(gain, keys)
         return self._checked(replace(read, probabilities=found, gain=gain))
 
-    def _match_quotient(self, product: fx.Node) -> Made | None:
-        """The division by the sum of the exponentials that comes after the values: read again from there."""
-        for candidate in _quotients(self.region.effects, product):
-            given = self.region
-            self.region = Region(given.effects, expand_masks=given.expand_masks)
+    def _match_quotient(self, product: fx.Node, *, is_needed: bool) -> Made | None:
+        """The division by the sum of the exponentials that comes after the values: read again from there.
+
+        Where it is not needed, the share that is left beside a sink, told by a sum of the exponentials or its logarithm.
+        """
+        given = self.region
+        for candidate in _quotients(given.effects, product):
+            if not is_needed and not _is_share(given, candidate, product):
+                continue
+            self.region = Region(given.effects, expand_masks=given.expand_masks, functions=_SHARES)
             dims = fresh(shape_of(known_tensor(candidate)))
             self.region.express(candidate, dims)
             outer = next(
                 (x.contraction for x in self.region.leaves.values() if x.node is product and x.contraction), None
             )
-            found = None if outer is None else self._match_product(outer, candidate, dims)
+            try:
+                found = None if outer is None else self._match_product(outer, candidate, dims)
+            except RefusedError:
+                if is_needed:
+                    raise
+                found = None  # no share: the attention before it is told by itself
             if found is not None:
                 return found
+        self.region = given
+        if not is_needed:
+            return None
         raise RefusedError(
             "NOT_NORMALISED",
             "nothing that could be read divides the exponentials by their own sum",
             "divide by the sum of the same exponentials over the keys",
         )
+
+    def _from_shift(self, found: Probabilities, inner: Scores) -> Probabilities:
+        """The sinks beside the scores as they were before their maximum was subtracted."""
+        if found.sinks is None or inner.shift == 0:
+            return found
+        sinks = tidy(sympy.expand(found.sinks - inner.shift))
+        if sinks.free_symbols & inner.shift.free_symbols:
+            raise RefusedError(
+                "EPSILON_IN_DENOMINATOR",
+                "what is added to the sum of exponentials does not fall with the maximum of the scores, as they do",
+                "divide by the sum alone, or add exp(-maximum) times a positive number",
+            )
+        return replace(found, sinks=sinks)
 
     def _check_gain(self, gain: sympy.Expr, keys: tuple[Axis, ...]) -> None:
         if self.region.axes_in(gain) & set(atoms(keys)) or gain.has(INFINITY):
@@ -210,6 +243,16 @@ def _quotients(effects: Effects, product: fx.Node) -> list[fx.Node]:
         return (x.node for x in calls(node) if layout.rearranges(x) or x.name in ("to", "type_as", "float"))
 
     return [x.node for node in reached([product], moved) for x in calls(node) if x.name in ("div", "mul")]
+
+
+def _is_share(region: Region, candidate: fx.Node, product: fx.Node) -> bool:
+    """Whether something that ``product`` is multiplied with, or divided by, was made of a sum that no product follows."""
+
+    def is_sum(node: fx.Node) -> bool:
+        return region.effects.name(node) in ("sum", "logsumexp")
+
+    start = [node for node in candidate.all_input_nodes if node is not product]
+    return path_to(start, lambda node: node.all_input_nodes, is_sum, lambda node: is_product(region, node)) is not None
 
 
 def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:

@@ -41,8 +41,8 @@ class Scores:
     ``gain``, ``bias`` and ``keep`` (an indicator) are expressions over the region's leaves. ``fill`` is the bias as it is
     before the mask is known, so also where it does not keep; ``fills`` holds its value there, for every combination of
     masks. ``floor`` is a number that bounds scores from below, and that no finite score beside masks falls short of,
-    ``is_shifted`` says that their maximum was subtracted. With a ``distance``, scores are that times the squared distance of
-    query and key: beside ``gain * product``, the squares of both are added.
+    ``shift`` is what was added to a row, less its maximum. With a ``distance``, scores are that times the squared distance
+    of query and key: beside ``gain * product``, the squares of both are added.
     """
 
     leaf: Leaf
@@ -56,7 +56,7 @@ class Scores:
     fills: frozenset[sympy.Expr]
     softcap: float | None
     floor: float | None = None
-    is_shifted: bool = False
+    shift: sympy.Expr = sympy.S.Zero
     distance: sympy.Expr = sympy.S.Zero
 
 
@@ -77,7 +77,7 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
         if expression.has(sympy.sqrt(product)):  # told by what looks for softmaxes that were not read
             return None
     given, expression = expression, _without_shift(region, expression, keys)
-    is_shifted = given != expression
+    shift = tidy(sympy.expand(given - expression))
     expression, floor = _without_floor(expression, product)
     expression, inner = _split_softcap(expression, product)
     gain, bias = _affine(reduce_indicators(expression), product if inner is None else _PROBE)
@@ -95,7 +95,7 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
         distance = _distance(gain * contraction.coefficient, cap)
         gain = -2 * distance
     leaf, summed = region.leaves[product], atoms(contraction.summed)
-    return Scores(leaf, left, right, summed, gain, bias, keep, fill, fills, cap, floor, is_shifted, distance)
+    return Scores(leaf, left, right, summed, gain, bias, keep, fill, fills, cap, floor, shift, distance)
 
 
 def _as_values(region: Region, bias: sympy.Expr) -> sympy.Expr:
@@ -167,9 +167,15 @@ def _without_shift(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...
     return expression.xreplace(shifts) if shifts else expression
 
 
+#: Calls behind which a row's maximum is one still, or a bound of it.
+_SAME_ROW = frozenset(
+    {"detach", "getitem", "getattr", "unsqueeze", "contiguous", "clone", "clamp", "clamp_min", "relu", "maximum"}
+)
+
+
 def _is_maximum(region: Region, leaf: Leaf) -> bool:
     call = region.effects.calls.get(leaf.node)
-    while call is not None and call.name in ("detach", "getitem", "getattr", "unsqueeze", "contiguous", "clone"):
+    while call is not None and call.name in _SAME_ROW:
         call = region.effects.calls.get(call.input)
     return call is not None and call.name in ("amax", "max")
 

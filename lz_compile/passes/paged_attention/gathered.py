@@ -85,8 +85,11 @@ def _as_paged(emitter: AttentionEmitter, core: Core, masks: Masks, key: Stored, 
     ends = masks.ends([(node, *each) for node, each in flags.items()], Axes(roles.batch, (), queries, roles.keys))
     if ends is None or not _can_say(emitter, key, queries, ends):
         raise _refused("the mask does not say that a request sees all keys before a number of its own")
-    sinks = None if emitter.sinks is None else _of_edge(emitter, emitter.sinks.node, emitter.sinks.dims, core, passed)
-    if sinks is not None and (sinks.factor != 1 or not {*axes_of(sinks.dims)} <= {*kv_heads, *sharing}):
+    sink = emitter.region.leaves.get(emitter.sinks)
+    sinks = None if sink is None else _of_edge(emitter, sink.node, sink.dims, core, passed)
+    if (sinks is None) is not (emitter.sinks is None) or (
+        sinks is not None and (sinks.factor != 1 or not {*axes_of(sinks.dims)} <= {*kv_heads, *sharing})
+    ):
         raise _refused("sinks are not one for each head")
     is_whole = key.table is None  # a window is where a request begins to see there, so that it may end beyond the cache
     attrs = PagedAttentionAttrs(

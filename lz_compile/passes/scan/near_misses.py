@@ -90,8 +90,12 @@ def _is_masked_product(node: fx.Node, effects: Effects) -> bool:
 
 
 def _has_diagonal(node: fx.Node, effects: Effects) -> bool:
-    """Whether a mask is made of what lies above or below a diagonal."""
-    return any(effects.name(each) in _MASKS or _is_one_sided(each, effects) for each in reached([node], most=40))
+    """Whether a mask is made of what lies above or below a diagonal; what was masked before a product is another matter."""
+
+    def above(each: fx.Node) -> list[fx.Node]:
+        return [] if effects.name(each) in contraction.PRODUCTS else each.all_input_nodes
+
+    return any(effects.name(each) in _MASKS or _is_one_sided(each, effects) for each in reached([node], above, 40))
 
 
 def _is_one_sided(node: fx.Node, effects: Effects) -> bool:

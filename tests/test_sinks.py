@@ -1,0 +1,176 @@
+"""One more score that has no value: as a column, in the denominator, or as the share that is left beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from backends import Rewriting
+from torch import Tensor
+
+#: How scores are weighted, and what is divided: from scores, values and the extra score, ``[B, H, Q, 1]`` or a number.
+Spelling = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _total(scores: Tensor) -> Tensor:
+    return scores.exp().sum(-1, keepdim=True)
+
+
+def _shifted(scores: Tensor, values: Tensor, sink: Tensor, top: Tensor) -> Tensor:
+    weights = (scores - top).exp()
+    return weights / ((sink - top).exp() + weights.sum(-1, keepdim=True)) @ values
+
+
+def _summed_by_hand(scores: Tensor, values: Tensor, sink: Tensor) -> Tensor:
+    return (scores.softmax(-1) @ values) * torch.sigmoid(_total(scores).log() - sink)
+
+
+SPELLINGS: dict[str, Spelling] = {
+    "column": lambda s, v, t: torch.cat([s, t.expand(*s.shape[:-1], 1)], -1).softmax(-1)[..., :-1] @ v,
+    "column, cast": lambda s, v, t: torch.cat([s, t.expand(*s.shape[:-1], 1)], -1).double().softmax(-1)[..., :-1] @ v,
+    "denominator": lambda s, v, t: s.exp() / (t.exp() + _total(s)) @ v,
+    "denominator, after the values": lambda s, v, t: (s.exp() @ v) / (_total(s) + t.exp()),
+    "denominator, halved": lambda s, v, t: (s.exp() @ v) / (_total(s) / 2 + t.exp() / 2),
+    "denominator, shifted": lambda s, v, t: _shifted(s, v, t, s.amax(-1, True)),
+    "denominator, shifted from zero": lambda s, v, t: _shifted(s, v, t, s.amax(-1, True).clamp(min=0)),
+    "share": lambda s, v, t: (s.softmax(-1) @ v) * (s.logsumexp(-1, True) - t).sigmoid(),
+    "share, no keepdim": lambda s, v, t: (s.softmax(-1) @ v) * (s.logsumexp(-1) - t[..., 0]).sigmoid()[..., None],
+    "share by a quotient": lambda s, v, t: (s.softmax(-1) @ v) / (1 + (t - s.logsumexp(-1, True)).exp()),
+    "share by hand": _summed_by_hand,
+    "share of transposed rows": lambda s, v, t: (
+        (s.softmax(-1) @ v).transpose(1, 2) * (s.logsumexp(-1, True) - t).sigmoid().transpose(1, 2)
+    ).transpose(1, 2),
+}
+#: The extra score: of a head, of a query as well, and a number.
+SINKS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "head": lambda q, given: given[:, None, None].expand(*q.shape[:-1], 1),
+    "query": lambda q, given: (q * given[:, None, None]).sum(-1, keepdim=True),
+    "zero": lambda q, given: torch.zeros(*q.shape[:-1], 1, dtype=q.dtype),
+}
+#: What becomes of scores before: nothing, a mask, a cap, a number.
+BEFORE: dict[str, Callable[[Tensor], Tensor]] = {
+    "plain": lambda s: s * 0.3,
+    "causal": lambda s: (s * 0.3).masked_fill(torch.ones(s.shape[-2:], dtype=torch.bool).triu(3), -torch.inf),
+    "capped": lambda s: torch.tanh(s / 3) * 3,
+    "added": lambda s: s * 0.3 + 0.7,
+}
+
+
+def _inputs() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    shapes = ((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 6), (3,))
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for shape in shapes]
+
+
+def _compared(function: Callable[..., Tensor], inputs: list[Tensor]) -> Rewriting:
+    """The backend after a compile whose result, and gradients, are those of eager mode."""
+    torch._dynamo.reset()
+    backend, results = Rewriting(lock={"attention": "lz.blocked"}), []
+    for each in (torch.compile(function, backend=backend, fullgraph=True), function):
+        found = each(*inputs)
+        results.append((found, *torch.autograd.grad(found.square().sum(), inputs, allow_unused=True)))
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+    return backend
+
+
+def _cases() -> list[tuple[str, str, str]]:
+    """Every spelling with each sink, and with each of what may come before, once."""
+    kinds, before = list(SINKS), list(BEFORE)
+    return [
+        (name, kinds[(i + j) % len(kinds)], before[j % len(before)])
+        for i, name in enumerate(SPELLINGS)
+        for j in range(len(before))
+    ]
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("spelling", "kind", "before"), _cases())
+def test_an_extra_score_is_read_in_whatever_form_it_takes_part(spelling: str, kind: str, before: str) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+        return SPELLINGS[spelling](BEFORE[before](q @ k.mT), v, SINKS[kind](q, given))
+
+    backend = _compared(attention, _inputs())
+    (match,) = [each for each in backend.report.matches if each.op == "attention"]
+    assert match.rewritten, backend.why_not()
+    assert match.attributes["has_sinks"]
+    products = [node for graph in backend.graphs for node in graph.graph.nodes if node.target is torch.matmul]
+    assert not products, "scores are computed beside the kernel"
+
+
+NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "one": lambda s, v: s.exp() / (1 + _total(s)) @ v,
+    "little": lambda s, v: (s.exp() @ v) / (_total(s) + 1e-6),
+    "one, shifted": lambda s, v: _shifted(s, v, torch.zeros((), dtype=s.dtype), s.amax(-1, True)),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_positive_number_beside_the_sum_is_a_sink(name: str) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+        return NUMBERS[name](q @ k.mT * 0.3, v)
+
+    backend = _compared(attention, _inputs())
+    assert [match.rewritten for match in backend.report.matches if match.op == "attention"] == [True], backend.why_not()
+
+
+OTHERS: dict[str, tuple[Spelling, str]] = {
+    # the maximum was subtracted from scores, and from what is added it was not
+    "number beside shifted ones": (
+        lambda s, v, t: (x := (s - s.amax(-1, True)).exp()) / (x.sum(-1, keepdim=True) + 1e-2) @ v,
+        "EPSILON_IN_DENOMINATOR",
+    ),
+    "column beside shifted ones": (
+        lambda s, v, t: SPELLINGS["column"](s - s.amax(-1, True), v, t),
+        "EPSILON_IN_DENOMINATOR",
+    ),
+    "less than the sum": (lambda s, v, t: (s.exp() @ v) / (_total(s) - 0.1), "EPSILON_IN_DENOMINATOR"),
+    "of any sign": (lambda s, v, t: (s.exp() @ v) / (_total(s) + t), "EPSILON_IN_DENOMINATOR"),
+    "square of the share": (
+        lambda s, v, t: (s.softmax(-1) @ v) * (s.logsumexp(-1, True) - t).sigmoid() ** 2,
+        "INTERIOR_USED",
+    ),
+    "twice the logarithm": (
+        lambda s, v, t: (s.softmax(-1) @ v) * (2 * s.logsumexp(-1, True) - t).sigmoid(),
+        "INTERIOR_USED",
+    ),
+    "logarithm of other scores": (
+        lambda s, v, t: (s.softmax(-1) @ v) * ((s * 2).logsumexp(-1, True) - t).sigmoid(),
+        "INTERIOR_USED",
+    ),
+    "share and logarithm": (
+        lambda s, v, t: (s.softmax(-1) @ v) * ((x := s.logsumexp(-1, True)) - t).sigmoid() + x,
+        "INTERIOR_USED",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_only_looks_like_a_sink_is_none(name: str) -> None:
+    spelled, code = OTHERS[name]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+        return spelled(q @ k.mT * 0.3, v, SINKS["head"](q, given))
+
+    backend = _compared(attention, _inputs())
+    assert not [match for match in backend.report.matches if match.op == "attention"]
+    assert {miss.reason.code for miss in backend.report.near_misses if miss.op == "attention"} == {code}
+
+
+@pytest.mark.parametrize("fill", [-torch.inf, torch.finfo(torch.float64).min])
+@pytest.mark.parametrize("spelling", ["column", "denominator", "share"])
+def test_rows_without_a_key_are_as_in_eager_code(spelling: str, fill: float) -> None:
+    """A share beside a sink is NaN there where fills are infinite, and zero in the other spellings: so no kernel replaces it."""
+    keep = torch.rand(2, 1, 5, 7, generator=torch.Generator().manual_seed(5)) < 0.6
+    keep[0, :, 2] = False
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+        scores = (q @ k.mT * 0.3).masked_fill(~keep, fill)
+        return SPELLINGS[spelling](scores, v, SINKS["head"](q, given))
+
+    inputs = [each.detach() for each in _inputs()]
+    backend = Rewriting(lock={"attention": "lz.blocked"})
+    got = torch.compile(attention, backend=backend, fullgraph=True)(*inputs)
+    torch.testing.assert_close(got, attention(*inputs), equal_nan=True)
+    is_read = [match.rewritten for match in backend.report.matches if match.op == "attention"]
+    assert is_read == [True] or (spelling == "share" and fill == -torch.inf), backend.why_not()
