@@ -41,3 +41,14 @@ def test_nothing_refers_to_documents_that_users_do_not_have():
         for name in re.findall(r"[\w./]*\w\.md\b", text):
             candidates = [path.parent / name, ROOT / name, ROOT / "docs" / name]
             assert any(each.exists() for each in candidates), f"{path} names {name}"
+
+
+def test_private_names_of_dynamo_and_inductor_stand_where_contributors_are_told():
+    told = (ROOT / "CONTRIBUTING.md").read_text().partition("- Private names of Dynamo and Inductor stand in")[2]
+    named = {f"lowering/{each}" for each in re.findall(r"`(\w+\.py)`", told.partition("\n- ")[0])}
+    package = ROOT / "lz_compile"
+    uses = re.compile(
+        r"^\s*(?:from|import) torch\._(?:C\._)?(?:dynamo|inductor)\b|=.*\btorch\._(?:dynamo|inductor)\.", re.M
+    )
+    found = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if uses.search(path.read_text())}
+    assert found == named
