@@ -10,7 +10,17 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Shape, Size, as_size, product, shape_of
-from lz_compile.passes.formula.axes import Dims, LayoutError, atoms, axes_of, broadcast_from, quotient, regroup, take
+from lz_compile.passes.formula.axes import (
+    Dims,
+    LayoutError,
+    atoms,
+    axes_of,
+    broadcast_from,
+    fresh,
+    quotient,
+    regroup,
+    take,
+)
 from lz_compile.passes.graph.view import Call, memories_of, reached, read, tensor_of, value_of
 
 Reader = Callable[[Call, Shape, Dims], Dims]
@@ -178,6 +188,17 @@ def is_returned(node: fx.Node) -> bool:
 def rearranges(call: Call) -> bool:
     """Whether the call is a layout operation by its name."""
     return call.name in _READERS or call.name == "getattr"
+
+
+def only_rearranges(call: Call) -> bool:
+    """Whether a call changes the layout of a tensor and nothing else, in a way that axes can tell."""
+    tensor = tensor_of(call.node)
+    if tensor is None or not rearranges(call):
+        return False
+    try:
+        return read_input_dims(call, fresh(shape_of(tensor))) is not None
+    except (LayoutError, IndexError):
+        return False
 
 
 def read_input_dims(call: Call, dims: Dims) -> Dims | None:

@@ -21,8 +21,6 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, bro
 from lz_compile.passes.formula.contraction import PRODUCTS
 from lz_compile.passes.formula.expressions import CASTS, is_cast
 from lz_compile.passes.formula.layout import elements_of
-from lz_compile.passes.formula.pointwise import is_dead
-from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, tensor_operands
@@ -88,7 +86,7 @@ def read_of(scan: PrefixScan, effects: Effects) -> StatesRead | None:
     is_tall = _is_less(product(each.size for each in columns), product(each.size for each in rows))
     within = dict.fromkeys((*inner, *find_core(effects, states, output).nodes))
     users = {user for node in within if node is not output for user in node.users}
-    if any(user not in within and user not in known and not is_dead(user) for user in users):
+    if any(user not in within and user not in known for user in users):
         return None
     if any(effects.ambient(node) != effects.ambient(states) for node in (*within, *known)):
         return None
@@ -114,10 +112,10 @@ def _around(states: fx.Node, effects: Effects) -> tuple[list[fx.Node], list[fx.N
                 products.append(user)
             elif call.name == "mul" and len(user.users) == 1 and _is_sum(next(iter(user.users)), effects):
                 products.append(next(iter(user.users)))
-            elif call.name in CASTS or call.name in _SCALES or rearranges(call):
+            elif call.name in CASTS or call.name in _SCALES or layout.only_rearranges(call):
                 inner.append(user)
                 queue.append(user)
-            elif not is_dead(user):
+            else:
                 others.append(user)
     return inner, products, others
 
