@@ -18,7 +18,7 @@ from lz_compile.passes.formula import layout, moves
 from lz_compile.passes.formula.axes import fresh
 from lz_compile.passes.formula.expressions import constant_value, is_constant, specialised
 from lz_compile.passes.formula.indices import Indices
-from lz_compile.passes.formula.pieces import SPLITS
+from lz_compile.passes.formula.layout import SPLITS
 from lz_compile.passes.formula.pointwise import is_moved, is_read
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled

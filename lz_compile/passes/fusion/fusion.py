@@ -25,8 +25,8 @@ from lz_compile.lowering.fused import GIVEN, RESIDUAL, SIBLING, Fused
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
 from lz_compile.passes.formula.expressions import is_cast
+from lz_compile.passes.formula.layout import SPLITS
 from lz_compile.passes.formula.moments import CALLS, STATISTICS
-from lz_compile.passes.formula.parts import SPLITS
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.fusion.emitter import FusedEmitter, in_order, kind_of, operands_of, results_of
 from lz_compile.passes.fusion.sums import sum_before

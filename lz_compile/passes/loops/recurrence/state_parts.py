@@ -7,7 +7,6 @@ made of it elementwise is cut likewise; where a slice begins inside of a part, t
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.view import known_tensor
+from lz_compile.passes.formula import layout
+from lz_compile.passes.graph.view import known_tensor, read
 from lz_compile.passes.loops.recurrence.batched import Around
 from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, Rewritten
 from lz_compile.passes.loops.recurrence.step_trace import ScanCall, Step, insert, is_filled, is_tensor
@@ -24,13 +24,6 @@ aten = torch.ops.aten
 #: A state that would fall into more parts is left whole.
 _MOST_PARTS = 8
 _COPIES = frozenset({aten.clone.default, aten.alias.default, aten._to_copy.default, aten.detach.default})
-_JOINS = frozenset({aten.cat.default, aten.stack.default})
-#: What takes spans of a tensor, with the place of the dimension among its arguments.
-_TAKES: Mapping[Any, int] = {aten.slice.Tensor: 1, aten.select.int: 1, aten.unbind.int: 1} | {
-    aten.split.Tensor: 2,
-    aten.split_with_sizes.default: 2,
-}
-_DROPS = frozenset({aten.select.int, aten.unbind.int})
 
 
 def split_states(call: ScanCall, step: Step, around: Around) -> Rewritten | None:
@@ -143,28 +136,21 @@ class _Cut:
 
     def _taken(self, node: fx.Node) -> tuple[fx.Node, int, int, bool] | None:
         """Which span of what comes apart a call takes along the state's dimension, and whether it drops that."""
-        call: Any = node.args[0] if node.target is operator.getitem else node
-        if call.target not in _TAKES or not self._pieces.get(call.args[0]) or not self._is_along(call, call.args[0]):
+        call = read(node)
+        taken = None if call is None else layout.index_of(call)
+        if taken is None or not self._pieces.get(taken[0]):
             return None
-        size, drops, step = self._extent(call.args[0]), call.target in _DROPS, 1
-        if call.target is aten.slice.Tensor:
-            start, stop, step = slice(*(*call.args[2:], None, None, None)[:3]).indices(size)
-        elif call.target is aten.select.int:
-            start = call.args[2] % size
-            stop = start + 1
-        elif call is node:
-            return None
-        else:
-            which: Any = node.args[1]
-            ends = [0, *itertools.accumulate(1 if drops else each.shape[self._last] for each in call.meta["val"])]
-            start, stop = ends[which : which + 2]
-        return (call.args[0], start, stop, drops) if step == 1 else None
+        whole = known_tensor(taken[0])
+        cut = layout.single_cut(taken[1], whole)
+        is_along = cut is not None and cut[0] - whole.dim() == self._last and cut[1].step == 1
+        return (taken[0], cut[1].start, cut[1].stop, cut[2]) if cut is not None and is_along else None
 
     def _made(self, node: fx.Node) -> list[_Piece]:
         """The pieces of a value that is joined, or computed of what comes apart element by element."""
-        if node.target in _JOINS and self._is_along(node, node):
+        call, rank = read(node), node.meta["val"].dim() if is_tensor(node) else 0
+        if call is not None and call.name in ("cat", "stack") and call.get("dim", 0) % rank - rank == self._last:
             parts: Any = node.args[0]
-            if node.target is aten.cat.default:
+            if call.name == "cat":
                 return [
                     p for each in parts for p in self._pieces.get(each) or [self._part(each, 0, self._extent(each))]
                 ]
@@ -188,12 +174,6 @@ class _Cut:
             (node.args, node.kwargs), lambda each: parts[each].node if each in parts else self._whole[each]
         )
         return _Piece(self._insert(node.target, args, kwargs), stop - start, starts)
-
-    def _is_along(self, call: fx.Node, like: fx.Node) -> bool:
-        """Whether a call joins, or takes apart, along the state's dimension."""
-        place, rank = _TAKES.get(call.target, 1), like.meta["val"].dim()
-        own: Any = call.args[place] if len(call.args) > place else call.kwargs.get("dim", 0)
-        return bool(own % rank - rank == self._last)
 
     def _extent(self, node: fx.Node) -> int:
         """How many elements a value has along the state's dimension; none where it has no such."""
