@@ -349,4 +349,4 @@ FUNCTIONS: Mapping[str, Any] = {
     "resolve_conj": lambda region, call, dims: region.express(call.input, dims, call.node),
 }
 
-__all__ = ["FUNCTIONS", "SPLITS", "Edge", "Parts", "has_fixed_index", "is_read"]
+__all__ = ["FUNCTIONS", "Edge", "Parts", "has_fixed_index", "is_read"]

@@ -18,7 +18,7 @@ from lz_compile.passes.editing.edit import MayEdit
 from lz_compile.passes.formula.layout import elements_of, is_returned, places_of
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter, origin_of
-from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of
+from lz_compile.passes.graph.view import known_tensor, memory_of, reached, read, tensor_of
 from lz_compile.passes.graph.writes import ELEMENTWISE, without_writing, writes
 from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 
@@ -46,10 +46,7 @@ def piece_of(index: Any, tensor: torch.Tensor | None) -> Piece | None:
 def _is_plain(index: Any, tensor: torch.Tensor | None) -> bool:
     """Whether an index is of plain numbers, plain slices and whole dimensions, whatever the sizes are."""
     elements = None if tensor is None else elements_of(index, tensor)
-    if elements is None:
-        return False
-    parts = [(each.start, each.stop, each.step) if isinstance(each, slice) else (each,) for each in elements]
-    return all(part is None or isinstance(part, int) for each in parts for part in each) and None not in elements
+    return elements is not None and all(places_of(each, 1) for each in elements)
 
 
 def overlap(one: Piece, two: Piece) -> bool:
@@ -153,34 +150,25 @@ def _stores(user: fx.Node, buffer: Any, index: Any, value: fx.Node) -> bool:
 def _is_seen_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
     """Whether a view of the piece is read after the call that overwrites it."""
     memory = memory_of(view)
-    inner = [user for user in view.users if user is not node and memory_of(user) == memory and not _writes_piece(user)]
-    while inner:
-        each = inner.pop()
-        for user in each.users:
-            if _is_after(user, node, effects):
-                return True
-            if memory_of(user) == memory:
-                inner.append(user)
-    return False
+
+    def is_view(user: fx.Node) -> bool:
+        return memory_of(user) == memory
+
+    inner = (user for user in view.users if user is not node and not _writes_piece(user))
+    shown = reached(filter(is_view, inner), lambda each: filter(is_view, each.users))
+    return any(_is_after(user, node, effects) for each in shown for user in each.users)
 
 
 def _is_written_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
     """Whether a later call overwrites the piece through the same view, and was not spelled as a store."""
-    memory, queue = (
-        memory_of(view),
-        [user for user in view.users if user is not node and _is_after(user, node, effects)],
+    memory = memory_of(view)
+    later = (user for user in view.users if user is not node and _is_after(user, node, effects))
+    followed = reached(later, lambda user: user.users if memory_of(user) == memory else ())
+    calls = [call for call in map(read, followed) if call is not None and writes(call)]
+    # the piece is put where it is
+    return not all(
+        each.name == "setitem" and each.input is view.args[0] and each.node.args[2] is view for each in calls
     )
-    while queue:
-        user = queue.pop()
-        call = read(user)
-        is_store = call is not None and call.name == "setitem" and memory_of(user.args[0]) == memory
-        if is_store and user.args[0] is view.args[0] and user.args[2] is view:
-            continue  # the piece is put where it is
-        if is_store or (call is not None and writes(call)):
-            return True
-        if memory_of(user) == memory:
-            queue.extend(user.users)
-    return False
 
 
 def _changes_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
