@@ -20,6 +20,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter, origin_of
 from lz_compile.passes.graph.view import known_tensor, memory_of, reached, read, tensor_of
 from lz_compile.passes.graph.writes import ELEMENTWISE, without_writing, writes
+from lz_compile.passes.loops.roll.steps import kind_of
 from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 
 #: For every dimension from where to where, or None for all of it.
@@ -117,7 +118,7 @@ def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
         twin = without_writing(node, node.args, node.kwargs)
         value: Any = None if twin is None else emit.call(twin[0], *twin[1], **twin[2])
         value = node.args[1] if call.name == "copy" else value
-        if not isinstance(value, fx.Node) or not _is_like(value, view):
+        if not isinstance(value, fx.Node) or kind_of(value) != kind_of(view):
             if isinstance(value, fx.Node) and value not in effects.position:
                 graph.erase_node(value)
             return False
@@ -132,13 +133,6 @@ def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
     effects.position.setdefault(value, effects.position[node])
     graph.erase_node(node)
     return True
-
-
-def _is_like(value: fx.Node, view: fx.Node) -> bool:
-    one, other = tensor_of(value), tensor_of(view)
-    if one is None or other is None:
-        return False
-    return (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
 
 
 def _stores(user: fx.Node, buffer: Any, index: Any, value: fx.Node) -> bool:
