@@ -33,6 +33,13 @@ def by_ellipsis(x: Tensor, a: Tensor) -> Tensor:
     return out
 
 
+def masked(x: Tensor, a: Tensor) -> Tensor:
+    x = x.clone()
+    for t in range(1, x.shape[1]):
+        x[:, t].masked_fill_(a > 0.5, 0.0).add_(a * x[:, t - 1])
+    return x
+
+
 def two_back(x: Tensor, a: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     for t in range(2, x.shape[1]):
@@ -57,7 +64,7 @@ def inputs() -> tuple[Tensor, Tensor]:
     return x, torch.rand(3, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("program", [by_index, by_ellipsis])
+@pytest.mark.parametrize("program", [by_index, by_ellipsis, masked])
 def test_a_state_that_is_read_back_is_a_recurrence(program: Program) -> None:
     backend = run(program, *inputs())
     assert [match.op for match in backend.report.matches if match.rewritten] == ["scan"], backend.why_not()

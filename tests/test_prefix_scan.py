@@ -346,3 +346,18 @@ def test_more_calls_than_are_read_are_refused_with_their_number(monkeypatch: pyt
     assert not backend.report.matches
     codes = [miss.reason.code for miss in backend.report.near_misses]
     assert "PREFIX_SCAN_LONG" in codes, backend.why_not()
+
+
+def test_what_does_not_run_at_the_sizes_of_a_probe_is_an_event() -> None:
+    def scan(a: Tensor, b: Tensor) -> Tensor:
+        shift = 1
+        while shift < 32:
+            before = F.pad(b, [0, 0, shift, 0])[:, :32].reshape(3, 32, 8)
+            a, b = a * F.pad(a, [0, 0, shift, 0], value=1.0)[:, :32], b + a * before
+            shift *= 2
+        return b
+
+    a, b = inputs((3, 32, 8), torch.float64, 0)
+    got, backend = compiled(scan, a, b)
+    torch.testing.assert_close(got, reference(a, b, 1))
+    assert [event.code for event in backend.report.events] == ["PROBE_FAILED"], backend.report.events

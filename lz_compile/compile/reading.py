@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from functools import partial
 from torch import fx
 
 from lz_compile.compile.stages import State
+from lz_compile.ground import events
 from lz_compile.ground.reasons import Reason
 from lz_compile.lowering import frames
 from lz_compile.passes.editing.edit import Edit, RefutedError, Rewrite, apply_places
@@ -161,6 +163,8 @@ def recognise(state: State) -> None:
             else:
                 result = found
             state.misses += [result] if isinstance(result, NearMiss) else []
+            if isinstance(result, NearMiss) and result.cause is not None:
+                events.record("PROBE_FAILED", f"{result.node.name} is left as it is", result.cause, level=logging.INFO)
             matches += [result] if isinstance(result, Match) else []
     state.effects, state.matches = effects, sorted(matches, key=lambda match: effects.position[match.site.output])
 

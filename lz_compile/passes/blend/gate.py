@@ -13,11 +13,10 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import moves
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, fresh, resolve
-from lz_compile.passes.formula.expressions import constant_value, is_cast, tidy
+from lz_compile.passes.formula.expressions import constant_value, tidy
 from lz_compile.passes.formula.indices import Indices
 from lz_compile.passes.formula.pieces import Piece
-from lz_compile.passes.formula.pointwise import AT_LEAST, AT_MOST, BENDS, Rule, is_read
-from lz_compile.passes.formula.projections import rearranges
+from lz_compile.passes.formula.pointwise import AT_LEAST, AT_MOST, BENDS, Rule, is_moved, is_read
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
@@ -129,8 +128,8 @@ class Gates:
         call = self.effects.calls.get(node)
         if call is None or call.is_inplace or tensor_of(node) is None:
             return False
-        is_moved = is_cast(call) or rearranges(call) or call.name == "detach" or _only(self.effects, call) is not None
-        if not is_read(call) and not is_moved:
+        moves = is_moved(call) or call.name == "detach" or _only(self.effects, call) is not None
+        if not is_read(call) and not moves:
             return False
         return any(self.depends(each) for each in node.all_input_nodes)
 

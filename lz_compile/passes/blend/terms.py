@@ -16,7 +16,7 @@ from lz_compile.passes.blend.bounds import BOUNDING, Affine, Bound, Interval, Li
 from lz_compile.passes.formula.arithmetic import ARITHMETIC, CHOICES, LOGIC, Arithmetic
 from lz_compile.passes.formula.equal_values import numbers
 from lz_compile.passes.formula.expressions import constant_value, is_cast, specialised
-from lz_compile.passes.formula.projections import is_moved
+from lz_compile.passes.formula.pointwise import is_moved
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import EMITTED, Call, is_boolean, is_integer, reached, tensor_of, value_of

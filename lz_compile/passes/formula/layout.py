@@ -10,8 +10,18 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Shape, Size, as_size, product, shape_of
-from lz_compile.passes.formula.axes import Dims, LayoutError, atoms, axes_of, broadcast_from, quotient, regroup, take
-from lz_compile.passes.graph.view import Call, memories_of, reached, read, tensor_of, value_of
+from lz_compile.passes.formula.axes import (
+    Dims,
+    LayoutError,
+    atoms,
+    axes_of,
+    broadcast_from,
+    fresh,
+    quotient,
+    regroup,
+    take,
+)
+from lz_compile.passes.graph.view import Call, known_tensor, memories_of, reached, read, tensor_of, value_of
 
 Reader = Callable[[Call, Shape, Dims], Dims]
 
@@ -116,6 +126,76 @@ def elements_of(index: Any, tensor: torch.Tensor) -> tuple[Any, ...] | None:
     return None if elements is None else tuple(elements)
 
 
+#: Calls that return several tensors, parts of the input.
+SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes"})
+#: All of a dimension.
+WHOLE = slice(None)
+
+#: The node that a reader sees under a name: the last version, and one node for what is the same in every step.
+Resolve = Callable[[fx.Node, Any], Any]
+
+
+def named_dim(call: Call, default: Any = None) -> tuple[int, Size] | None:
+    """The dimension of the input that a call names, and its extent."""
+    source, dim = tensor_of(call.input), call.get("dim", default)
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if not isinstance(dim, int) or source is None or not source.dim():
+        return None
+    return dim % source.dim(), as_size(source.shape[dim])
+
+
+def index_of(call: Call, resolve: Resolve = lambda _, value: value) -> tuple[fx.Node, tuple[Any, ...]] | None:
+    """The tensor that a call cuts something out of, and the index that does so, as :func:`elements_of` gives it."""
+    source = resolve(call.node, call.input)
+    parts, made = value_of(source), read(source) if isinstance(source, fx.Node) else None
+    element: Any = None
+    if call.name == "getitem" and made is not None and isinstance(parts, (tuple, list)):
+        number, named = call.node.args[1], named_dim(made, 0)  # of what ``unbind`` or ``split`` gave
+        if named is None or made.name not in SPLITS or not isinstance(number, int):
+            return None
+        sizes = [1 if made.name == "unbind" else part.shape[named[0]] for part in parts]
+        if all(isinstance(size, int) for size in sizes):
+            start = sum(sizes[: number % len(parts)])
+            element = start if made.name == "unbind" else slice(start, start + sizes[number])
+        source = resolve(source, made.input)
+    elif call.name == "getitem":
+        elements = None if tensor_of(source) is None else elements_of(call.node.args[1], known_tensor(source))
+        return None if elements is None else (source, elements)
+    elif call.name == "slice":  # of ATen
+        named, element = named_dim(call, 0), slice(*map(call.get, ("start", "end", "step")))
+    else:
+        named, length = named_dim(call) if call.name in ("select", "narrow") else None, call.get("length", 1)
+        element = call.get("index" if call.name == "select" else "start")
+        if named is not None and isinstance(element, int) and isinstance(length, int):
+            element += named[1] if element < 0 and isinstance(named[1], int) else 0
+            element = element if call.name == "select" else slice(element, element + length)
+    tensor = tensor_of(source)
+    if tensor is None or named is None or not isinstance(element, (int, slice)):
+        return None
+    return source, (*[WHOLE] * named[0], element, *[WHOLE] * (tensor.dim() - named[0] - 1))
+
+
+def places_of(element: Any, size: int | None) -> tuple[range, bool] | None:
+    """The places that an element of an index selects, and whether that drops the dimension; None where no numbers say so."""
+    if isinstance(element, int) and not isinstance(element, bool) and (size or element >= 0):
+        start = element % size if size else element
+        return range(start, start + 1), True
+    ends = (element.start, element.stop, element.step) if isinstance(element, slice) else ()
+    is_known = size is not None and ends and all(each is None or isinstance(each, int) for each in ends)
+    return (range(*element.indices(size)), False) if is_known else None
+
+
+def single_cut(index: Any, tensor: torch.Tensor) -> tuple[int, range, bool] | None:
+    """The one dimension that an index cuts, the places that it selects there, and whether it drops it; None for others."""
+    cuts = [(dim, each) for dim, each in enumerate(elements_of(index, tensor) or ()) if each != WHOLE]
+    if len(cuts) != 1:
+        return None
+    ((dim, element),) = cuts
+    size = shape_of(tensor)[dim]
+    found = places_of(element, size) if isinstance(size, int) else None
+    return None if found is None else (dim, *found)
+
+
 def _is_whole(item: slice, size: Any) -> bool:
     known = value_of(item.stop)
     stop = as_size(known) if isinstance(known, (int, torch.SymInt)) else None
@@ -178,6 +258,17 @@ def is_returned(node: fx.Node) -> bool:
 def rearranges(call: Call) -> bool:
     """Whether the call is a layout operation by its name."""
     return call.name in _READERS or call.name == "getattr"
+
+
+def only_rearranges(call: Call) -> bool:
+    """Whether a call changes the layout of a tensor and nothing else, in a way that axes can tell."""
+    tensor = tensor_of(call.node)
+    if tensor is None or not rearranges(call):
+        return False
+    try:
+        return read_input_dims(call, fresh(shape_of(tensor))) is not None
+    except (LayoutError, IndexError):
+        return False
 
 
 def read_input_dims(call: Call, dims: Dims) -> Dims | None:

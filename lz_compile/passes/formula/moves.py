@@ -14,7 +14,7 @@ from torch import fx
 from lz_compile.ground.sizes import Size, as_size, product, shape_of
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.axes import Axis, Dims, regroup
-from lz_compile.passes.formula.pieces import Piece, Rule, Space, first_of, getitem, named_dim, only, placed_at, wrapped
+from lz_compile.passes.formula.pieces import Piece, Rule, Space, first_of, getitem, only, placed_at, wrapped
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.formula.polynomial import ONE, Polynomial, lower, number
 from lz_compile.passes.formula.predicates import FALSE, TRUE, Predicate, at_least, both
@@ -83,7 +83,7 @@ def order_in_memory(tensor: torch.Tensor) -> list[int] | None:
 
 
 def _select(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
-    named = named_dim(call)
+    named = layout.named_dim(call)
     if named is None:
         return None
     place = wrapped(space, space.integer(call.get("index")), named[1])
@@ -91,7 +91,7 @@ def _select(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
 
 
 def _narrow(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
-    named = named_dim(call)
+    named = layout.named_dim(call)
     start = None if named is None else first_of(space, call.get("start"), named[1])
     if named is None or start is None:
         return None
@@ -99,7 +99,7 @@ def _narrow(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
 
 
 def _index_select(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
-    named, index = named_dim(call), call.get("index")
+    named, index = layout.named_dim(call), call.get("index")
     tensor = tensor_of(index)
     if named is None or tensor is None:
         return None
@@ -108,7 +108,7 @@ def _index_select(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | Non
 
 
 def _gather(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
-    named, index = named_dim(call), call.get("index")
+    named, index = layout.named_dim(call), call.get("index")
     if named is None or tensor_of(index) is None:
         return None
     place, shape = space.index_at(index, dims, call.node), shape_of(known_tensor(call.input))

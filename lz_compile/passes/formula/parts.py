@@ -24,7 +24,7 @@ from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.formula.contraction import Factor
 from lz_compile.passes.formula.expressions import Known, Values, unknown
-from lz_compile.passes.formula.pieces import SPLITS, named_dim
+from lz_compile.passes.formula.layout import SPLITS, named_dim
 from lz_compile.passes.formula.places import Fixed, affine, canonical, has_fixed_index, ordered, paired, placed
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.formula.polynomial import ZERO, Polynomial, Variable, number, variable
@@ -349,4 +349,4 @@ FUNCTIONS: Mapping[str, Any] = {
     "resolve_conj": lambda region, call, dims: region.express(call.input, dims, call.node),
 }
 
-__all__ = ["FUNCTIONS", "SPLITS", "Edge", "Parts", "has_fixed_index", "is_read"]
+__all__ = ["FUNCTIONS", "Edge", "Parts", "has_fixed_index", "is_read"]

@@ -90,17 +90,6 @@ def placed_at(space: Space, call: Call, dims: Dims, dim: int, place: Polynomial 
     return (*dims[:dim], space.dim_at(place, as_size(source.shape[dim])), *dims[after:])
 
 
-def named_dim(call: Call, default: Any = None) -> tuple[int, Size] | None:
-    """The dimension of the input that a call names, and its extent."""
-    source, dim = tensor_of(call.input), call.get("dim", default)
-    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
-    if not isinstance(dim, int) or source is None or not source.dim():
-        return None
-    return dim % source.dim(), as_size(source.shape[dim])
-
-
-#: Calls that return several tensors, parts of the input.
-SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes"})
 _FLAGS = (torch.bool, torch.uint8)
 
 
@@ -196,12 +185,12 @@ def _part(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
         tensor = parent.node.args[which]
         known = tensor_of(tensor)
         return None if known is None else [Piece(tensor, broadcast_from(dims, shape_of(known)), parent.node)]
-    return _piece(space, call, parent, dims, which) if parent.name in SPLITS else None
+    return _piece(space, call, parent, dims, which) if parent.name in layout.SPLITS else None
 
 
 def _piece(space: Space, call: Call, parent: Call, dims: Dims, which: int) -> Sequence[Piece] | None:
     pieces = call.input.meta.get("example_value")
-    named = named_dim(parent, 0)
+    named = layout.named_dim(parent, 0)
     if not isinstance(pieces, (tuple, list)) or named is None:
         return None
     dim, which = named[0], which % len(pieces)

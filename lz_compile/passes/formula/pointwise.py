@@ -29,7 +29,7 @@ from lz_compile.passes.formula.expressions import (
     rounded,
     specialised,
 )
-from lz_compile.passes.graph.view import Call, is_boolean, is_floating, read, tensor_of
+from lz_compile.passes.graph.view import Call, is_boolean, is_floating, tensor_of
 
 if TYPE_CHECKING:
     from lz_compile.passes.formula.algebra import Region
@@ -349,16 +349,6 @@ def is_pointwise(call: Call) -> bool:
     return call.name in POINTWISE or call.name in CASTS
 
 
-def is_dead(node: fx.Node) -> bool:
-    """Whether nobody looks at a value: rearranged ones (models reshape just to name a thing), or one that is computed."""
-    call = read(node)
-    if call is None or call.is_inplace:
-        return False
-    if not node.users and is_pointwise(call):
-        return True
-    return layout.rearranges(call) and all(is_dead(user) for user in node.users)
-
-
-def dead_users(node: fx.Node) -> set[fx.Node]:
-    """Everything that is made of ``node`` and that nobody looks at."""
-    return {each for user in node.users if is_dead(user) for each in {user} | dead_users(user)}
+def is_moved(call: Call | None) -> bool:
+    """Whether a call casts or rearranges a tensor, and does nothing else."""
+    return call is not None and (is_cast(call) or layout.only_rearranges(call))

@@ -25,9 +25,9 @@ from lz_compile.lowering.fused import GIVEN, RESIDUAL, SIBLING, Fused
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
 from lz_compile.passes.formula.expressions import is_cast
+from lz_compile.passes.formula.layout import SPLITS
 from lz_compile.passes.formula.moments import CALLS, STATISTICS
-from lz_compile.passes.formula.parts import SPLITS
-from lz_compile.passes.formula.pointwise import is_dead, is_pointwise
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.fusion.emitter import FusedEmitter, in_order, kind_of, operands_of, results_of
 from lz_compile.passes.fusion.sums import sum_before
 from lz_compile.passes.graph.effects import Effects
@@ -233,9 +233,9 @@ def _cut_apart(pairs: Iterable[_Pair]) -> Iterator[Axis]:
 
 
 def _stranger(node: fx.Node, core: set[fx.Node]) -> fx.Node | None:
-    """Who reads a value, behind casts and layout changes, without being part of the match; dead code does not count."""
+    """Who reads a value, behind casts and layout changes, without being part of the match."""
     for user in node.users:
-        if user in core or is_dead(user):
+        if user in core:
             continue
         call = read(user)
         passes_on = call is not None and (layout.rearranges(call) or is_cast(call))
@@ -249,7 +249,7 @@ def _given(others: Mapping[str, Match], core: Collection[fx.Node]) -> Iterator[f
     """The outputs of others that a kernel gives, as far as somebody else reads them."""
     for name, each in others.items():
         for node in each.outputs if kind_of(name, each) in GIVEN else ():
-            if any(user not in core and not is_dead(user) for user in node.users):
+            if any(user not in core for user in node.users):
                 yield node
 
 

@@ -180,7 +180,7 @@ class Effects:
     def _replaces(self, mutation: _Mutation, node: fx.Node) -> bool:
         call = self.calls[mutation.node]
         is_pointwise = call is not None and call.is_inplace and call.name not in _WRITERS
-        return is_pointwise and self._whole(mutation.target) is self._whole(node)
+        return is_pointwise and self.whole(mutation.target) is self.whole(node)
 
     def overwritten_after(self, node: fx.Node, start: fx.Node, stop: fx.Node) -> fx.Node | None:
         """The first node after ``start`` and before ``stop`` that overwrites memory of ``node``."""
@@ -265,9 +265,9 @@ class Effects:
         The shape that Dynamo notes for such a node is the later one.
         """
         for mutation in self.reshapes:
-            first = self._whole(mutation.target)
+            first = self.whole(mutation.target)
             for node in nodes:
-                if self._whole(node) is first and self.position[node] < mutation.position:
+                if self.whole(node) is first and self.position[node] < mutation.position:
                     readers = {user for user in node.users if user in nodes and user is not mutation.node}
                     if node is output or any(self.position[user] < mutation.position for user in readers):
                         return node, mutation.node
@@ -277,7 +277,7 @@ class Effects:
         """The node that allocated the memory which ``node`` shares (``node`` itself where it made its own)."""
         return self._path(node)[0]
 
-    def _whole(self, node: fx.Node) -> fx.Node:
+    def whole(self, node: fx.Node) -> fx.Node:
         """The node that first produced this very tensor (in-place results are their input)."""
         call = self.calls.get(node)
         while call is not None and call.is_inplace and isinstance(call.input, fx.Node):

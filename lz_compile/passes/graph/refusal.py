@@ -125,7 +125,7 @@ class NearMiss:
     """A subgraph with the op's anchor that was refused, and the smallest edit that would make it match.
 
     ``pieces`` are all calls that it is made of, where those may turn out to be pieces of something else; they do not where it
-    ``is_whole``: then whatever else is missed among them is a piece of this.
+    ``is_whole``: then whatever else is missed among them is a piece of this. ``cause`` is what stood in the way of a probe.
     """
 
     op: str
@@ -135,6 +135,7 @@ class NearMiss:
     where: str
     pieces: frozenset[fx.Node] = frozenset()
     is_whole: bool = False
+    cause: BaseException | None = None
 
     @classmethod
     def of(cls, op: str, node: fx.Node, refusal: RefusedError, edit: str | None = None) -> NearMiss:

@@ -77,6 +77,7 @@ _PARAMETERS: Mapping[str, str] = {
     "input repeats dim": "repeat_interleave",
     "tensors dim": "cat stack",
     "input dim start length": "narrow",
+    "input dim start end step": "slice",
     "input dim index": "select gather index_select",
     "input index": "take",
     "input weight": "embedding conv1d conv2d conv3d",
@@ -287,8 +288,7 @@ def is_boolean(node: Any) -> bool:
 
 def is_integer(tensor: torch.Tensor | None) -> bool:
     """Whether a tensor holds integers that are no truth values."""
-    is_other = tensor is None or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
-    return not is_other
+    return not (tensor is None or tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def tensor_operands(node: fx.Node) -> list[fx.Node]:

@@ -9,9 +9,10 @@ So it is said which calls may be in a step that runs in a loop, out of it, or no
 from __future__ import annotations
 
 import inspect
+import operator
 from collections.abc import Mapping
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -19,13 +20,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError, told
-from lz_compile.passes.graph.view import Call, read, value_of
+from lz_compile.passes.graph.view import Call, inplace_position, read, value_of
 
 #: Calls that make a tensor of which nobody knows another name.
 NEW = frozenset(
     "empty zeros ones full empty_like zeros_like ones_like full_like new_empty new_zeros new_ones new_full "
     "empty_strided".split()
 )
+#: Calls of which every element is a function of that element, and of other tensors: activations, and others.
+ACTIVATIONS = frozenset("relu relu6 hardtanh hardswish hardsigmoid leaky_relu elu celu selu silu mish gelu".split())
+ELEMENTWISE = ACTIVATIONS | frozenset(
+    "add sub mul div pow exp exp2 expm1 log log2 log1p neg abs sign square sqrt rsqrt reciprocal sigmoid tanh sin cos erf "
+    "clamp clamp_min clamp_max floor ceil round trunc nan_to_num masked_fill addcmul addcdiv lerp and or xor not "
+    "tril triu scatter".split()
+)
+#: A call: what is called, and its arguments.
+Form: TypeAlias = "tuple[Any, tuple[Any, ...], Mapping[str, Any]]"
 _STATISTICS = ("running_mean", "running_var")
 #: By a call's name: what it overwrites, the argument that says whether it does (none: always), and what that is if not given.
 _UNSAID: Mapping[str, tuple[tuple[str, ...], str, Any]] = {
@@ -62,6 +72,27 @@ def overwritten(call: Call) -> list[fx.Node]:
 def writes(call: Call) -> bool:
     """Whether a call writes to anything."""
     return call.is_inplace or call.name == "setitem" or "out" in call.arguments or bool(overwritten(call))
+
+
+def without_writing(node: fx.Node, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Form | None:
+    """The call that gives what ``node``, made with these arguments, leaves in the first; None where there is none."""
+    call, name = read(node), str(getattr(node.target, "__name__", node.target))
+    if call is None or not call.is_inplace:
+        return None
+    stem, position = name.removesuffix("_"), inplace_position(node.target)
+    if node.op == "call_method":
+        return (stem, args, kwargs) if name.endswith("_") and callable(getattr(torch.Tensor, stem, None)) else None
+    if position is not None:
+        named = {key: value for key, value in kwargs.items() if key != "inplace"}
+        return (
+            node.target,
+            (*args[:position], *[False for _ in args[position : position + 1]], *args[position + 1 :]),
+            named,
+        )
+    if getattr(operator, name, None) is node.target:
+        return getattr(operator, name[1:], None) or getattr(operator, f"{name[1:]}_"), args, kwargs
+    twin = getattr(torch, stem, None) if name.endswith("_") and getattr(torch, name, None) is node.target else None
+    return None if twin is None else (twin, args, kwargs)
 
 
 def is_seeded(target: Any) -> bool:

@@ -23,12 +23,12 @@ from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
 from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.sizes import as_size
+from lz_compile.passes.editing.dead import dead_calls
 from lz_compile.passes.formula.moves import that_count
-from lz_compile.passes.formula.pointwise import dead_users, is_dead
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import EMITTED, tensor_of, value_of, where_of
+from lz_compile.passes.graph.view import EMITTED, reached, tensor_of, value_of, where_of
 from lz_compile.passes.inlining.attention_calls import BODIES, REFUSED
 from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise
 from lz_compile.passes.rewriting.builder import GraphBuilder
@@ -88,8 +88,9 @@ def _replace(graph: fx.Graph, node: fx.Node, ambient: Ambient) -> fx.Node:
         result.replace_all_uses_with(output)
     for created in builder.created:
         created.meta.pop(EMITTED, None)  # spelled out to be recognised
-    superfluous = {node, *node.users, *(each for user in node.users for each in dead_users(user))}
-    superfluous.update(created for created in builder.created if created is not output)
+    superfluous = {*reached([node], operator.attrgetter("users")), *builder.created} - {
+        output
+    }  # nobody reads them any more
     _erase(graph, [each for each in graph.nodes if each in superfluous])
     return output
 
@@ -125,7 +126,7 @@ def _results(node: fx.Node) -> list[fx.Node]:
     for user in node.users:
         if user.target is not operator.getitem:
             raise RefusedError(REFUSED, "its pair of results is passed on as a whole", "unpack it")
-        if user.args[1] == 1 and not is_dead(user):
+        if user.args[1] == 1 and user not in dead_calls(node.graph):
             raise RefusedError(REFUSED, "its attention weights are used", "call it with need_weights=False")
     results = [user for user in node.users if user.args[1] == 0]
     if not results:

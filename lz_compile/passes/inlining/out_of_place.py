@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.graph.emitter import Emitter
-from lz_compile.passes.graph.view import Call, inplace_position, read, tensor_of
-
-#: Of which every element is a function of that element, and of other tensors: activations, and sums.
-ACTIVATIONS = frozenset("relu relu6 hardtanh hardswish hardsigmoid leaky_relu elu celu selu silu mish gelu".split())
-_ELEMENTWISE = ACTIVATIONS | frozenset(
-    "add sub mul div pow exp exp2 expm1 log log2 log1p neg abs sign square sqrt rsqrt reciprocal sigmoid tanh sin cos erf "
-    "clamp clamp_min clamp_max floor ceil round trunc nan_to_num masked_fill addcmul addcdiv lerp and or xor not "
-    "tril triu scatter".split()
-)
-_OPERATORS: Mapping[Any, Any] = {
-    getattr(operator, f"i{name}"): getattr(operator, name.strip("_"), None) or getattr(operator, f"{name}_")
-    for name in "add sub mul truediv pow and or xor".split()
-}
-
-_Form: TypeAlias = "tuple[Any, tuple[Any, ...], Mapping[str, Any]]"
+from lz_compile.passes.graph.view import Call, read, tensor_of
+from lz_compile.passes.graph.writes import ELEMENTWISE, Form, without_writing
 
 
-def forms(node: fx.Node, target: fx.Node, old: torch.Tensor, emit: Emitter) -> Iterator[_Form]:
+def forms(node: fx.Node, target: fx.Node, old: torch.Tensor, emit: Emitter) -> Iterator[Form]:
     """Calls that give what a call leaves in a tensor which is ``target`` until then."""
     call = read(node)
     if call is None:
@@ -42,10 +29,9 @@ def forms(node: fx.Node, target: fx.Node, old: torch.Tensor, emit: Emitter) -> I
         yield from _copies(node.args[1], target, old, emit)
     elif call.name in ("fill", "zero"):
         yield from _filled(target, (*node.args[1:], 0)[0], old)
-    elif call.name in _ELEMENTWISE and old.dim() and call.is_inplace:
-        out_of_place = _twin(node)
-        if out_of_place is not None:
-            yield out_of_place
+    elif call.name in ELEMENTWISE and old.dim() and call.is_inplace:
+        twin = without_writing(node, node.args, node.kwargs)
+        yield from [] if twin is None else [twin]
         yield from _filling(call, target, old)
 
 
@@ -58,34 +44,14 @@ def forgets(node: fx.Node) -> bool:
     return is_store or "out" in node.kwargs or (call is not None and call.name in ("copy", "fill", "zero"))
 
 
-def _filling(call: Call, target: fx.Node, old: torch.Tensor) -> Iterator[_Form]:
+def _filling(call: Call, target: fx.Node, old: torch.Tensor) -> Iterator[Form]:
     """What is filled keeps its strides in a second form."""
     mask, value = call.get("mask"), call.get("value")
     if call.name == "masked_fill" and not isinstance(value, fx.Node) and _holds(old.dtype, value):
         yield torch.where, (mask, value, target), {}
 
 
-def _twin(node: fx.Node) -> _Form | None:
-    """The call that computes the same and writes nothing."""
-    args, kwargs, name = node.args, dict(node.kwargs), str(getattr(node.target, "__name__", node.target))
-    if node.op == "call_method":
-        stem = name.removesuffix("_")
-        return (stem, args, kwargs) if name.endswith("_") and hasattr(torch.Tensor, stem) else None
-    if node.target in _OPERATORS:
-        return _OPERATORS[node.target], args, kwargs
-    position = inplace_position(node.target)
-    if position is not None:
-        kwargs.pop("inplace", None)
-        return (
-            node.target,
-            (*args[:position], *[False for _ in args[position : position + 1]], *args[position + 1 :]),
-            kwargs,
-        )
-    twin = getattr(torch, name.removesuffix("_"), None)
-    return (twin, args, kwargs) if name.endswith("_") and getattr(torch, name, None) is node.target and twin else None
-
-
-def _stores(call: Call, target: fx.Node, old: torch.Tensor, emit: Emitter) -> Iterator[_Form]:
+def _stores(call: Call, target: fx.Node, old: torch.Tensor, emit: Emitter) -> Iterator[Form]:
     """A number, or another tensor, put into elements that a mask chooses, or into all of them."""
     index, value = call.node.args[1:]
     elements = index if isinstance(index, tuple) else (index,)
@@ -118,7 +84,7 @@ def _aligned(elements: tuple[Any, ...], place: int, old: torch.Tensor, emit: Emi
     return mask
 
 
-def _copies(value: Any, target: fx.Node, old: torch.Tensor, emit: Emitter) -> Iterator[_Form]:
+def _copies(value: Any, target: fx.Node, old: torch.Tensor, emit: Emitter) -> Iterator[Form]:
     """A tensor in memory of its own, in the shape and dtype of another one."""
     given = tensor_of(value)
     if given is None or given.device != old.device or given.is_complex():
@@ -131,7 +97,7 @@ def _copies(value: Any, target: fx.Node, old: torch.Tensor, emit: Emitter) -> It
     yield "clone", (value,), {"memory_format": torch.contiguous_format}
 
 
-def _filled(target: fx.Node, value: Any, old: torch.Tensor) -> Iterator[_Form]:
+def _filled(target: fx.Node, value: Any, old: torch.Tensor) -> Iterator[Form]:
     """One number everywhere."""
     if _holds(old.dtype, value):
         yield torch.full_like, (target, value), {}

@@ -19,18 +19,18 @@ from torch import fx
 from lz_compile.ground.sizes import Size, as_size, shape_of
 from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula import layout
+from lz_compile.passes.formula.layout import single_cut
 from lz_compile.passes.formula.moves import order_in_memory
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter
 from lz_compile.passes.graph.gradients import is_made_attached
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import is_floating, known_tensor, memory_of, read, tensor_of
-from lz_compile.passes.graph.writes import NEW
+from lz_compile.passes.graph.writes import ACTIVATIONS, NEW
 from lz_compile.passes.inlining.memory import Memories, View, undone
-from lz_compile.passes.inlining.out_of_place import ACTIVATIONS, forgets, forms
+from lz_compile.passes.inlining.out_of_place import forgets, forms
 from lz_compile.passes.loops.roll.piece_values import piece_value
 from lz_compile.passes.loops.roll.piece_writes import is_overwritten, store_pieces
-from lz_compile.passes.loops.roll.slices import single_cut
 from lz_compile.passes.loops.roll.steps import kind_of
 from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 from lz_compile.passes.sampling.ordering import ORDERING

@@ -18,7 +18,7 @@ from lz_compile.ground.sizes import product, shape_of, symbolic_size
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.contraction import PRODUCTS
 from lz_compile.passes.formula.expressions import CASTS, constant_value, plain_number
-from lz_compile.passes.formula.parts import SPLITS
+from lz_compile.passes.formula.layout import SPLITS
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, is_integer, reached, tensor_of
 

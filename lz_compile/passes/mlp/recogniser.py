@@ -27,8 +27,8 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.lowering.ops.mlp import ACTIVATIONS, MlpAttrs, Operands, compute
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Dims, axes_of, fresh
-from lz_compile.passes.formula.pointwise import AT_LEAST, AT_MOST, BENDS, evaluate, tensor
-from lz_compile.passes.formula.projections import Supports, is_moved
+from lz_compile.passes.formula.pointwise import AT_LEAST, AT_MOST, BENDS, evaluate, is_moved, tensor
+from lz_compile.passes.formula.projections import Supports
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor

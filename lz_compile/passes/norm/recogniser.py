@@ -25,7 +25,7 @@ from lz_compile.passes.formula.edge import Edge, behind_casts
 from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.moments import CALLS, FUNCTIONS, MEAN_SQUARE, ROW, STATISTICS, Moments, row_of
 from lz_compile.passes.formula.normal_form import NormalForm, normal_form
-from lz_compile.passes.formula.pointwise import is_dead, is_pointwise
+from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError, NearMiss, RefusedError, refusal_of, told
 from lz_compile.passes.graph.view import Call, is_floating, reached, tensor_of, tensor_operands
@@ -107,7 +107,7 @@ def results_of(effects: Effects, anchor: fx.Node) -> list[fx.Node]:
     """What is computed from a statistic by pointwise operations, in graph order."""
 
     def users(node: fx.Node) -> Iterator[fx.Node]:
-        return (user for user in node.users if _is_read(effects.calls.get(user)) and not is_dead(user))
+        return (user for user in node.users if _is_read(effects.calls.get(user)))
 
     found = filter(is_floating, reached([anchor], users, _AFTER))
     return sorted(found, key=effects.position.__getitem__)

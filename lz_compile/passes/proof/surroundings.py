@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.pieces import SPLITS
+from lz_compile.passes.formula.layout import SPLITS
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import ambient_context

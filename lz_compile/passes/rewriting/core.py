@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from lz_compile.passes.formula.pointwise import dead_users, is_dead
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError, mutated, told
@@ -50,7 +49,7 @@ class Core:
         """
         inside = set(self.nodes)
         for node in self.nodes[:-1]:
-            outside = [user for user in node.users if user not in inside and not is_dead(user) and not _measures(user)]
+            outside = [user for user in node.users if user not in inside and not _measures(user)]
             if outside:
                 raise RefusedError(
                     "INTERIOR_USED",
@@ -135,16 +134,15 @@ def find_core(effects: Effects, first: fx.Node, output: fx.Node, *, is_operand: 
         return depends[node]
 
     visit(output)
-    dead = {user for node in (first, *order) if node is not output for user in dead_users(node)}
-    nodes = sorted({first, *order} | dead, key=effects.position.__getitem__)
+    nodes = sorted({first, *order}, key=effects.position.__getitem__)
     return Core((*(node for node in nodes if node is not output), output), effects.ambient(output))
 
 
 def core_between(effects: Effects, edges: Iterable[fx.Node], inside: Container[fx.Node], output: fx.Node) -> Core:
-    """Of the nodes on paths from ``edges`` to ``output``, those that are ``inside``, or that nobody looks at."""
+    """Of the nodes on paths from ``edges`` to ``output``, those that are ``inside``."""
     firsts = dict.fromkeys(edges)  # in their order: the first that is at fault is told
     cores = [find_core(effects, each, output) for each in firsts if effects.position[each] < effects.position[output]]
-    between = {node for core in cores for node in core.nodes if node in inside or is_dead(node)}
+    between = {node for core in cores for node in core.nodes if node in inside}
     nodes = sorted(between - {*firsts, output}, key=effects.position.__getitem__)
     return Core((*nodes, output), effects.ambient(output))
 

@@ -16,8 +16,9 @@ from lz_compile.ground.sizes import product, shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.formula.expressions import Values, is_cast
+from lz_compile.passes.formula.layout import SPLITS
 from lz_compile.passes.formula.moments import CALLS, STATISTICS
-from lz_compile.passes.formula.parts import SPLITS, is_read, may_turn
+from lz_compile.passes.formula.parts import is_read, may_turn
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError, RefusedError

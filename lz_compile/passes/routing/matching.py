@@ -16,7 +16,6 @@ from lz_compile.lowering.ops.routing import SHAPES, Operands, RoutingAttrs, Rout
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.formula.expressions import is_cast
-from lz_compile.passes.formula.pointwise import is_dead
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import NearMiss
@@ -85,7 +84,7 @@ def _without_shared(effects: Effects, nodes: list[fx.Node], output: fx.Node) -> 
         call = effects.calls[node]
         is_moved = call is not None and (is_cast(call) or layout.rearranges(call)) and not call.is_inplace
         is_made = any(operand in inside for operand in node.all_input_nodes)
-        if is_moved and not is_made and any(user not in inside and not is_dead(user) for user in node.users):
+        if is_moved and not is_made and any(user not in inside for user in node.users):
             inside.discard(node)
         else:
             found.append(node)

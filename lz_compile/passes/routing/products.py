@@ -22,7 +22,7 @@ from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of
 from lz_compile.passes.formula.expressions import DROPOUT, is_cast, reduce_indicators
-from lz_compile.passes.formula.pointwise import Rule, is_dead
+from lz_compile.passes.formula.pointwise import Rule
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import EMITTED, Call, reached, tensor_of, tensor_operands
 
@@ -225,7 +225,7 @@ class Summands:
     def _goes_on(self, node: fx.Node) -> bool:
         """Whether a summand is a sum itself, or one that is scaled, cast or rearranged, for this sum alone."""
         call = self.effects.calls.get(node)
-        if call is None or EMITTED in node.meta or len([user for user in node.users if not is_dead(user)]) != 1:
+        if call is None or EMITTED in node.meta or len(node.users) != 1:
             return False
         operands = tensor_operands(node)
         if call.name in _SUMS:

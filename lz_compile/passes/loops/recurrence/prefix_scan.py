@@ -9,17 +9,15 @@ float64 and held against the recurrence.
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import sympy
 import torch
 from torch import fx
 
-from lz_compile.ground import events
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import Size, as_size, shape_of
 from lz_compile.passes.formula import layout
@@ -27,7 +25,7 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, broadcast_from, fresh
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
-from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of, where_of
+from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of
 from lz_compile.passes.loops.recurrence.prefix_scan_reads import StatesRead
 from lz_compile.passes.loops.roll.worthwhile import LEAST_POINTWISE, LEAST_STEPS
 from lz_compile.passes.proof.agreement import agree
@@ -95,10 +93,9 @@ def prefix_scans(graph: fx.Graph, effects: Effects) -> Iterator[PrefixScan | Nea
         try:
             scan = reader.read(node)
         except RefusedError as refusal:
-            if refusal.__cause__ is not None:
-                events.record("PROBE_FAILED", f"{node.name} is left as it is", refusal.__cause__, level=logging.INFO)
             pieces = frozenset(reader.core(node))
-            misses.append(NearMiss("scan", node, refusal.reason, refusal.edit, where_of(node), pieces, is_whole=True))
+            miss = NearMiss.of("scan", node, refusal)
+            misses.append(replace(miss, pieces=pieces, is_whole=True, cause=refusal.__cause__))
             continue
         if scan is not None:
             found.append(scan)

@@ -20,9 +20,6 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, broadcast_from, fresh, renamed, resolve
 from lz_compile.passes.formula.contraction import PRODUCTS
 from lz_compile.passes.formula.expressions import CASTS, is_cast
-from lz_compile.passes.formula.layout import elements_of
-from lz_compile.passes.formula.pointwise import is_dead
-from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, tensor_operands
@@ -35,7 +32,6 @@ if TYPE_CHECKING:
 _SPELLED = frozenset({"view", "reshape", "flatten", "unflatten", "expand", "repeat", "broadcast_to"})
 #: What weighs states before they are read.
 _SCALES = frozenset({"mul", "div"})
-_ALL = slice(None)
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ def read_of(scan: PrefixScan, effects: Effects) -> StatesRead | None:
     is_tall = _is_less(product(each.size for each in columns), product(each.size for each in rows))
     within = dict.fromkeys((*inner, *find_core(effects, states, output).nodes))
     users = {user for node in within if node is not output for user in node.users}
-    if any(user not in within and user not in known and not is_dead(user) for user in users):
+    if any(user not in within and user not in known for user in users):
         return None
     if any(effects.ambient(node) != effects.ambient(states) for node in (*within, *known)):
         return None
@@ -114,10 +110,10 @@ def _around(states: fx.Node, effects: Effects) -> tuple[list[fx.Node], list[fx.N
                 products.append(user)
             elif call.name == "mul" and len(user.users) == 1 and _is_sum(next(iter(user.users)), effects):
                 products.append(next(iter(user.users)))
-            elif call.name in CASTS or call.name in _SCALES or rearranges(call):
+            elif call.name in CASTS or call.name in _SCALES or layout.only_rearranges(call):
                 inner.append(user)
                 queue.append(user)
-            elif not is_dead(user):
+            else:
                 others.append(user)
     return inner, products, others
 
@@ -246,27 +242,15 @@ def _named(seen: Dims, dims: Dims) -> dict[Axis, Axis] | None:
 def _last(states: fx.Node, dims: Dims, node: fx.Node, time: Axis, effects: Effects) -> Dims | None:
     """The axes of a node that is the states after the last step; None where it is something else."""
     call = effects.calls.get(node)
-    if call is None or not isinstance(call.input, fx.Node) or tensor_of(call.input) is None:
+    cut = None if call is None else layout.index_of(call)
+    if cut is None:
         return None
-    below = fresh(shape_of(known_tensor(call.input)))
-    source, seen = _shown(call.input, below, effects, states)
+    below = fresh(shape_of(known_tensor(cut[0])))
+    source, seen = _shown(cut[0], below, effects, states)
     names = _named(seen, dims) if source is states else None
     own = () if names is None else renamed(below, names)
     place = next((place for place, dim in enumerate(own) if dim == (time,)), None)
-    if place is None or _picked(call.name, node, own, place) not in (-1, time.size - 1):
+    if place is None or len(cut[1]) != len(own) or cut[1][place] not in (-1, time.size - 1):
         return None
-    return own[:place] + own[place + 1 :]
-
-
-def _picked(name: str, node: fx.Node, dims: Dims, place: int) -> Any:
-    """The entry that is picked along one dimension, where all others are whole; None where it is something else."""
-    source = node.args[0]
-    if name == "select" and len(node.args) == 3 and not node.kwargs:
-        return node.args[2] if isinstance(node.args[1], int) and node.args[1] % len(dims) == place else None
-    if name != "getitem" or not isinstance(source, fx.Node):
-        return None
-    picked = elements_of(node.args[1], known_tensor(source))
-    if picked is None or len(picked) != len(dims):
-        return None
-    rest = [each for at, each in enumerate(picked) if at != place]
-    return picked[place] if all(isinstance(each, slice) and each == _ALL for each in rest) else None
+    rest = own[:place] + own[place + 1 :]
+    return rest if cut[1][:place] + cut[1][place + 1 :] == (layout.WHOLE,) * len(rest) else None

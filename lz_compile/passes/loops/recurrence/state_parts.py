@@ -1,22 +1,24 @@
 """A state whose parts are updated apart, as states of their own.
 
 A state that is joined again in every step (``cat``, ``stack``) or read in slices is cut where these begin and end. What is
-made of it elementwise is cut likewise, operand by operand, until every slice is one of a part.
+made of it elementwise is cut likewise; where a slice begins inside of a part, that is cut there, too.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from lz_compile.passes.graph.view import known_tensor
+from lz_compile.passes.formula import layout
+from lz_compile.passes.graph.view import known_tensor, read
 from lz_compile.passes.loops.recurrence.batched import Around
 from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, Rewritten
-from lz_compile.passes.loops.recurrence.step_trace import ScanCall, Step, insert, is_filled
+from lz_compile.passes.loops.recurrence.step_trace import ScanCall, Step, insert, is_filled, is_tensor
 
 aten = torch.ops.aten
 #: A state that would fall into more parts is left whole.
@@ -27,19 +29,24 @@ _COPIES = frozenset({aten.clone.default, aten.alias.default, aten._to_copy.defau
 def split_states(call: ScanCall, step: Step, around: Around) -> Rewritten | None:
     """The step with one state in parts; None where no state comes apart."""
     for state, node in enumerate(step.states):
-        shape = node.meta["val"].shape
-        for dim, size in enumerate(shape):
-            cutter = _Cutter(step, node, dim)
-            ends = cutter.ends(step.carried[state], size)
+        for dim in range(node.meta["val"].dim()):
+            ends = _ends(step, state, dim)
             if 2 < len(ends) <= _MOST_PARTS + 1:
-                return _split(call, around, state, cutter, ends)
+                return _split(call, around, _Cut(step, state, dim, ends, fx.Graph()))
     return None
 
 
-def _split(call: ScanCall, around: Around, state: int, cutter: _Cutter, ends: Sequence[int]) -> Rewritten:
-    dim, spans = cutter.dim, list(itertools.pairwise(ends))
-    graph = cutter.graph(state, spans)
-    old = call.init[state]
+def _ends(step: Step, state: int, dim: int) -> list[int]:
+    """Where the parts begin and end, closed under what every part is made of; the first and last alone if none."""
+    ends, found = list[int](), {0, step.states[state].meta["val"].shape[dim]}
+    while len(ends) < len(found) <= _MOST_PARTS + 1:
+        ends = sorted(found)
+        found |= _Cut(step, state, dim, ends).found
+    return sorted(found)
+
+
+def _split(call: ScanCall, around: Around, cut: _Cut) -> Rewritten:
+    state, old, spans, dim = cut.state, call.init[cut.state], cut.spans, cut.dim
     init = [_part_of(around, old, dim, start, stop) for start, stop in spans]
     count = len(spans)
 
@@ -47,7 +54,7 @@ def _split(call: ScanCall, around: Around, state: int, cutter: _Cutter, ends: Se
         whole = around.call(aten.cat.default, list(picked[state : state + count]), dim)
         return [*picked[:state], whole, *picked[state + count :]]
 
-    return Rewritten(graph, (*call.init[:state], *init, *call.init[state + 1 :]), (), final)
+    return Rewritten(cut.finished(), (*call.init[:state], *init, *call.init[state + 1 :]), (), final)
 
 
 def _part_of(around: Around, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
@@ -60,243 +67,144 @@ def _part_of(around: Around, node: fx.Node, dim: int, start: int, stop: int) -> 
     return around.call(aten.clone.default, part, **CONTIGUOUS)
 
 
-class _Cutter:
-    """Cuts what depends on one state along one of its dimensions."""
+@dataclass(frozen=True)
+class _Piece:
+    """A span of a value: its node in the new step, and where the spans of the state begin that it is made of."""
 
-    def __init__(self, step: Step, state: fx.Node, dim: int) -> None:
+    node: Any
+    size: int
+    starts: frozenset[int] = frozenset()
+
+
+class _Cut:
+    """A step over parts of one state; without a graph it is only ``found`` where more has to be cut."""
+
+    def __init__(self, step: Step, state: int, dim: int, ends: Sequence[int], graph: fx.Graph | None = None) -> None:
+        old = step.states[state]
         self.step, self.state, self.dim = step, state, dim
-        self._found: set[int] = set()
-        self._parts: dict[tuple[int, int], fx.Node] = {}
-        self._copies: dict[fx.Node, fx.Node] = {}
-        self._graph = fx.Graph()
-        self._reaches: dict[fx.Node, int | None] = {state: dim}
+        self.spans = list(itertools.pairwise(ends))
+        self.found: set[int] = set()
+        self._graph = graph
+        self._last = dim - old.meta["val"].dim()  # counted from the last dimension, as broadcasting does
+        self._pieces: dict[fx.Node, list[_Piece]] = {}
+        #: Every value in the new step; None stands for all of them where there is no graph.
+        self._whole: dict[fx.Node, Any] = {}
+        for node in (*step.states, *step.slices, *step.given):
+            if node is old:
+                self._pieces[old] = [
+                    _Piece(self._placeholder(old, *s), s[1] - s[0], frozenset(s[:1])) for s in self.spans
+                ]
+            else:
+                self._whole[node] = None if graph is None else graph.node_copy(node)
+        self._whole[old] = self._joined(self._pieces[old]).node
         for node in step.graph.nodes:
-            if node not in self._reaches and node.op == "call_function":
-                self._reaches[node] = self._reached(node)
-
-    # ---- where to cut ---------------------------------------------------------------------------------------------
-
-    def ends(self, carried: fx.Node, size: int) -> list[int]:
-        """Where the parts begin and end, closed under what every part is made of; the first and last alone if none."""
-        for node in self.step.graph.nodes:
-            for start, stop in self._slices(node):
-                self._note(node.args[0], start, stop)
-        self._note_joined(carried)
-        if not self._found - {0, size}:
-            return [0, size]
-        known = {0, size}
-        while known != self._found and len(self._found) <= _MOST_PARTS + 1:
-            self._found |= {0, size}
-            known = set(self._found)
-            ordered = sorted(known)
-            for start, stop in itertools.pairwise(ordered):
-                self._note(carried, start, stop, self.dim)
-        return sorted(self._found)
-
-    def _slices(self, node: fx.Node) -> list[tuple[int, int]]:
-        """The spans that a call takes of what depends on the state, along its dimension."""
-        operand = node.args[0] if node.op == "call_function" and node.args else None
-        dim = self._reaches.get(operand) if isinstance(operand, fx.Node) else None
-        if dim is None or not isinstance(operand, fx.Node):
-            return []
-        value = operand.meta["val"]
-        if node.target is aten.slice.Tensor:
-            given = [*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :]]
-            start, stop, step = slice(*given[1:]).indices(value.shape[dim])
-            return [(start, stop)] if given[0] % value.dim() == dim and step == 1 else []
-        if node.target is aten.select.int and node.args[1] % value.dim() == dim:
-            start = node.args[2] % value.shape[dim]
-            return [(start, start + 1)]
-        if node.target in _SPLITS:
-            return self._pieces(node, value, dim)
-        return []
-
-    def _pieces(self, node: fx.Node, value: torch.Tensor, dim: int) -> list[tuple[int, int]]:
-        place = 1 if node.target is aten.unbind.int else 2
-        own = node.args[place] if len(node.args) > place else node.kwargs.get("dim", 0)
-        if own % value.dim() != dim:  # type: ignore[operator]
-            return []
-        found, start = [], 0
-        for piece in node.meta["val"]:
-            stop = start + (1 if node.target is aten.unbind.int else piece.shape[dim])
-            found.append((start, stop))
-            start = stop
-        return found
-
-    def _reached(self, node: fx.Node) -> int | None:
-        """The dimension of a value that is the state's, where elements along it depend on equal ones of the state."""
-        value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor):
-            return None
-        if node.target in _COPIES or _is_pointwise(node):
-            found = {
-                own + value.dim() - each.meta["val"].dim()
-                for each in node.all_input_nodes
-                if (own := self._reaches.get(each)) is not None
-            }
-            is_whole = len(found) == 1 and value.shape[min(found)] == self.state.meta["val"].shape[self.dim]
-            return found.pop() if is_whole else None
-        return None
-
-    def _note_joined(self, node: fx.Node) -> None:
-        """The ends of what the state is joined of."""
-        while node.target in _COPIES:
-            node = node.args[0]  # type: ignore[assignment]
-        start = 0
-        for part, size in _joined(node, self.dim):
-            self._found |= {start, start + size}
-            start += size
-            if size > 1:
-                self._note(part, 0, size, self.dim)
-
-    def _note(self, node: Any, start: int, stop: int, dim: int | None = None) -> None:
-        """The ends of the spans of the state that a span of a value is made of."""
-        dim = self._reaches.get(node) if dim is None else dim
-        if dim is None:
-            return
-        for operand, own, first, last in self._made_of(node, dim, start, stop):
-            if operand is self.state and own == self.dim:
-                self._found |= {first, last}
-            elif operand is not node:
-                self._note(operand, first, last, own)
-
-    def _made_of(self, node: fx.Node, dim: int, start: int, stop: int) -> list[tuple[fx.Node, int, int, int]]:
-        """What a span of a value is made of: operands, with the span of them; the value itself where it is not read."""
-        if node is self.state:
-            return [(node, dim, start, stop)]
-        parts = _joined(node, dim)
-        if parts:
-            return self._covered(node, parts, dim, start, stop)
-        if node.target in _COPIES or _is_pointwise(node):
-            rank = node.meta["val"].dim()
-            found = []
-            for each in node.all_input_nodes:
-                value = each.meta["val"]
-                own = dim - rank + value.dim()
-                if own >= 0 and value.shape[own] != 1:
-                    found.append((each, own, start, stop))
-            return found
-        taken = (
-            [(operand, spans) for operand, spans in [(node.args[0], self._slices(node))] if spans] if node.args else []
-        )
-        if node.target is aten.slice.Tensor and taken:
-            ((operand, ((first, _),)),) = taken
-            own = self._reaches[operand]  # type: ignore[index]
-            if own == dim:
-                return [(operand, dim, first + start, first + stop)]  # type: ignore[list-item]
-        return [(node, dim, start, stop)]
-
-    @staticmethod
-    def _covered(
-        node: fx.Node, parts: Sequence[tuple[fx.Node, int]], dim: int, start: int, stop: int
-    ) -> list[tuple[fx.Node, int, int, int]]:
-        found, begin = [], 0
-        is_stack = node.target is aten.stack.default
-        for part, size in parts:
-            low, high = max(start, begin), min(stop, begin + size)
-            if low < high and not is_stack:
-                found.append((part, dim, low - begin, high - begin))
-            begin += size
-        return found
-
-    # ---- the step in parts ----------------------------------------------------------------------------------------
-
-    def graph(self, state: int, spans: Sequence[tuple[int, int]]) -> fx.Graph:
-        """The step that takes and gives the parts in the place of the state."""
-        graph = self._graph
-        for node in (*self.step.states, *self.step.slices, *self.step.given):
-            if node is not self.state:
-                self._copies[node] = graph.node_copy(node)
-                continue
-            for span in spans:
-                part = self._parts[span] = graph.placeholder(f"{node.name}_{span[0]}")
-                part.meta["val"] = node.meta["val"].narrow(self.dim, span[0], span[1] - span[0]).contiguous()
-        for node in self.step.graph.nodes:
             if node.op == "call_function":
-                self._copies[node] = self._copied(node)
-        carried = [[self._copies.get(each)] for each in self.step.carried]
-        new = self.step.carried[state]
-        carried[state] = [self._cut(new, self.dim, *span) for span in spans]
-        outputs = [
-            self._whole(node) if each is None else each
-            for group, node in zip(carried, self.step.carried, strict=True)
-            for each in group
+                self._read(node)
+        carried = step.carried[state]
+        self.found.update(itertools.accumulate(piece.size for piece in self._pieces.get(carried, ())))
+        self._carried = [self._part(carried, *span).node for span in self.spans]
+
+    def finished(self) -> fx.Graph:
+        """The step that takes and gives the parts in the place of the state."""
+        assert self._graph is not None, "it is cut"
+        outputs = [self._whole[node] for node in self.step.outputs]
+        self._graph.output([*outputs[: self.state], *self._carried, *outputs[self.state + 1 :]])
+        self._graph.eliminate_dead_code()
+        return self._graph
+
+    def _placeholder(self, state: fx.Node, start: int, stop: int) -> fx.Node | None:
+        if self._graph is None:
+            return None
+        part = self._graph.placeholder(f"{state.name}_{start}")
+        part.meta["val"] = state.meta["val"].narrow(self.dim, start, stop - start).contiguous()
+        return part
+
+    def _insert(self, target: Any, args: Any, kwargs: Mapping[str, Any] | None = None) -> fx.Node | None:
+        return None if self._graph is None else insert(self._graph, target, args, kwargs)
+
+    def _read(self, node: fx.Node) -> None:
+        """A call in the new step, whole and in pieces, as far as it has any; what of it nobody reads goes again."""
+        taken = self._taken(node)
+        if taken is None:
+            self._whole[node] = None if self._graph is None else self._graph.node_copy(node, self._whole.__getitem__)
+            self._pieces[node] = self._made(node)
+        elif taken[-1]:
+            self._whole[node] = self._insert(aten.squeeze.dim, (self._part(*taken[:-1]).node, self._last))
+        else:
+            self._pieces[node] = self._within(*taken[:-1])
+            self._whole[node] = self._joined(self._pieces[node]).node
+
+    def _taken(self, node: fx.Node) -> tuple[fx.Node, int, int, bool] | None:
+        """Which span of what comes apart a call takes along the state's dimension, and whether it drops that."""
+        call = read(node)
+        taken = None if call is None else layout.index_of(call)
+        if taken is None or not self._pieces.get(taken[0]):
+            return None
+        whole = known_tensor(taken[0])
+        cut = layout.single_cut(taken[1], whole)
+        is_along = cut is not None and cut[0] - whole.dim() == self._last and cut[1].step == 1
+        return (taken[0], cut[1].start, cut[1].stop, cut[2]) if cut is not None and is_along else None
+
+    def _made(self, node: fx.Node) -> list[_Piece]:
+        """The pieces of a value that is joined, or computed of what comes apart element by element."""
+        call, rank = read(node), node.meta["val"].dim() if is_tensor(node) else 0
+        if call is not None and call.name in ("cat", "stack") and call.get("dim", 0) % rank - rank == self._last:
+            parts: Any = node.args[0]
+            if call.name == "cat":
+                return [
+                    p for each in parts for p in self._pieces.get(each) or [self._part(each, 0, self._extent(each))]
+                ]
+            return [_Piece(self._insert(aten.unsqueeze.default, (self._whole[each], self._last)), 1) for each in parts]
+        is_copy, size = node.target in _COPIES, self._extent(node)
+        if not is_copy and torch.Tag.pointwise not in getattr(node.target, "tags", ()):
+            return []
+        apart = [each for each in node.all_input_nodes if self._pieces.get(each) and self._extent(each) == size]
+        apart = [each for each in apart if is_copy or any(piece.starts for piece in self._pieces[each])]
+        ends = {end for each in apart for end in itertools.accumulate(piece.size for piece in self._pieces[each])}
+        return [self._computed(node, *span) for span in itertools.pairwise(sorted({0, *ends}))]
+
+    def _computed(self, node: fx.Node, start: int, stop: int) -> _Piece:
+        """A span of a pointwise value."""
+        size = self._extent(node)
+        parts = {each: self._part(each, start, stop) for each in node.all_input_nodes if self._extent(each) == size}
+        starts = frozenset[int]().union(*(part.starts for part in parts.values()))
+        if (start, stop) == (0, size):
+            return _Piece(self._whole[node], size, starts)
+        args, kwargs = fx.map_arg(
+            (node.args, node.kwargs), lambda each: parts[each].node if each in parts else self._whole[each]
+        )
+        return _Piece(self._insert(node.target, args, kwargs), stop - start, starts)
+
+    def _extent(self, node: fx.Node) -> int:
+        """How many elements a value has along the state's dimension; none where it has no such."""
+        is_long = is_tensor(node) and node.meta["val"].dim() >= -self._last
+        return int(node.meta["val"].shape[self._last]) if is_long else 0
+
+    def _part(self, node: fx.Node, start: int, stop: int) -> _Piece:
+        """A span of a value."""
+        if self._pieces.get(node):
+            return self._joined(self._within(node, start, stop))
+        return self._span(_Piece(self._whole[node], self._extent(node)), start, stop)
+
+    def _within(self, node: fx.Node, start: int, stop: int) -> list[_Piece]:
+        """A span of what comes apart, in pieces."""
+        ends = itertools.accumulate((piece.size for piece in self._pieces[node]), initial=0)
+        spans = [
+            (max(start - at, 0), min(stop - at, p.size), p) for p, at in zip(self._pieces[node], ends, strict=False)
         ]
-        graph.output([*outputs, *(self._whole(node) for node in self.step.results)])
-        graph.eliminate_dead_code()
-        return graph
+        return [self._span(piece, low, high) for low, high, piece in spans if low < high]
 
-    def _copied(self, node: fx.Node) -> fx.Node:
-        spans = self._slices(node)
-        operand = node.args[0] if node.args else None
-        if spans and isinstance(operand, fx.Node) and node.target not in _SPLITS:
-            dim = self._reaches[operand]
-            assert dim is not None, "a slice is one of what depends on the state"
-            part = self._cut(operand, dim, *spans[0])
-            is_entry = node.target is aten.select.int
-            return insert(self._graph, aten.squeeze.dim, (part, dim)) if is_entry else part
-        if _is_piece(node) and isinstance(operand, fx.Node) and self._slices(operand):
-            source = operand.args[0]
-            dim = self._reaches[source]  # type: ignore[index]
-            assert dim is not None, "a piece is one of what depends on the state"
-            part = self._cut(source, dim, *self._slices(operand)[node.args[1]])  # type: ignore[index, arg-type]
-            return insert(self._graph, aten.squeeze.dim, (part, dim)) if operand.target is aten.unbind.int else part
-        return self._graph.node_copy(node, self._whole)
+    def _span(self, piece: _Piece, start: int, stop: int) -> _Piece:
+        if (start, stop) == (0, piece.size):
+            return piece
+        self.found.update(each + end for each in piece.starts for end in (start, stop))
+        node = self._insert(aten.slice.Tensor, (piece.node, self._last, start, stop))
+        return _Piece(node, stop - start, frozenset(each + start for each in piece.starts))
 
-    def _whole(self, node: fx.Node) -> fx.Node:
-        """A value in the new step; the state as its parts joined."""
-        if node is self.state:
-            if node not in self._copies:
-                self._copies[node] = insert(self._graph, aten.cat.default, (list(self._parts.values()), self.dim))
-            return self._copies[node]
-        return self._copies[node]
-
-    def _cut(self, node: fx.Node, dim: int, start: int, stop: int) -> fx.Node:
-        """A span of a value in the new step, made of parts of the state."""
-        graph, value = self._graph, node.meta["val"]
-        if (start, stop) == (0, value.shape[dim]) and node is not self.state and node in self._copies:
-            return self._copies[node]
-        if node is self.state and dim == self.dim:
-            spans = [(low, high) for low, high in self._parts if start <= low and high <= stop]
-            if sum(high - low for low, high in spans) != stop - start:
-                return insert(graph, aten.slice.Tensor, (self._whole(node), dim, start, stop))
-            found = [self._parts[span] for span in spans]
-            return found[0] if len(found) == 1 else insert(graph, aten.cat.default, (found, dim))
-        if node.target is aten.stack.default and _joined(node, dim):
-            entries = [each for each, _ in _joined(node, dim)[start:stop]]
-            rows = [insert(graph, aten.unsqueeze.default, (self._whole(each), dim)) for each in entries]
-            return rows[0] if len(rows) == 1 else insert(graph, aten.cat.default, (rows, dim))
-        made = self._made_of(node, dim, start, stop)
-        if any(each is node for each, *_ in made):
-            return insert(graph, aten.slice.Tensor, (self._whole(node), dim, start, stop))
-        if _joined(node, dim):
-            pieces = [self._cut(*each) for each in made]
-            return pieces[0] if len(pieces) == 1 else insert(graph, aten.cat.default, (pieces, dim))
-        if node.target is aten.slice.Tensor:
-            return self._cut(*made[0])
-        cuts = {each: self._cut(each, own, low, high) for each, own, low, high in made}
-        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: cuts.get(each) or self._whole(each))
-        return insert(graph, node.target, args, kwargs)
-
-
-_SPLITS = frozenset({aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int})
-
-
-def _joined(node: fx.Node, dim: int) -> list[tuple[fx.Node, int]]:
-    """What a value is joined of along a dimension, with the sizes there; empty where it is not joined."""
-    if node.target not in (aten.cat.default, aten.stack.default):
-        return []
-    own = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    if own % node.meta["val"].dim() != dim:
-        return []
-    is_stack = node.target is aten.stack.default
-    parts: Any = node.args[0]
-    return [(each, 1 if is_stack else each.meta["val"].shape[dim]) for each in parts]
-
-
-def _is_pointwise(node: fx.Node) -> bool:
-    return node.op == "call_function" and torch.Tag.pointwise in getattr(node.target, "tags", ())
-
-
-def _is_piece(node: fx.Node) -> bool:
-    return getattr(node.target, "__name__", "") == "getitem" and isinstance(node.args[1], int)
+    def _joined(self, pieces: Sequence[_Piece]) -> _Piece:
+        whole, *more = pieces
+        starts, size = whole.starts, whole.size
+        for each in more:
+            starts, size = frozenset(start for start in starts if start + size in each.starts), size + each.size
+        node = self._insert(aten.cat.default, ([each.node for each in pieces], self._last)) if more else whole.node
+        return _Piece(node, size, starts)

@@ -16,7 +16,7 @@ from torch import fx
 
 from lz_compile.passes.formula import layout, moves
 from lz_compile.passes.formula.expressions import CASTS
-from lz_compile.passes.formula.pieces import SPLITS
+from lz_compile.passes.formula.layout import SPLITS
 from lz_compile.passes.graph.modes import Ambient, faking
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import is_boolean, known_tensor, needed, reached, read, tensor_of

@@ -17,13 +17,13 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.editing.edit import MayEdit, anywhere
+from lz_compile.passes.formula.layout import single_cut
 from lz_compile.passes.formula.moves import order_in_memory
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of
 from lz_compile.passes.graph.writes import NEW
-from lz_compile.passes.loops.roll.slices import single_cut
 from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 
 #: No model fills a tensor by more parts; a loop may.

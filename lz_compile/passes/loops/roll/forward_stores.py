@@ -17,7 +17,6 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import as_size
 from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.formula.moves import STRIDED, order_of, strides_matter
@@ -27,6 +26,7 @@ from lz_compile.passes.graph.gradients import has_gradient, is_made_attached
 from lz_compile.passes.graph.modes import faking
 from lz_compile.passes.graph.view import known_tensor, memory_of, needed, tensor_of
 from lz_compile.passes.loops.roll.piece_writes import Piece, overlap, piece_of, store_pieces
+from lz_compile.passes.loops.roll.steps import kind_of
 from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 from lz_compile.passes.rewriting.core import wants_grad
 
@@ -274,14 +274,7 @@ def _replaced(load: fx.Node, store: fx.Node, effects: Effects, may_edit: MayEdit
     """Whether a reader's value is now the one that was written: not where it has another form, changes, or is handed out."""
     value = store.args[2]
     old, new = tensor_of(load), tensor_of(value)
-    if (
-        not isinstance(value, fx.Node)
-        or old is None
-        or new is None
-        or (old.dtype, old.device) != (new.dtype, new.device)
-    ):
-        return False
-    if [as_size(size) for size in old.shape] != [as_size(size) for size in new.shape]:
+    if not isinstance(value, fx.Node) or old is None or new is None or kind_of(value) != kind_of(load):
         return False
     if any((call := effects.calls[user]) is not None and call.name in STRIDED for user in load.users):
         return False

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 from torch import fx
 
-from lz_compile.passes.formula.layout import elements_of
+from lz_compile.passes.formula.layout import WHOLE, elements_of
 from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import read, tensor_of
 from lz_compile.passes.graph.writes import NEW
@@ -17,7 +17,6 @@ from lz_compile.passes.loops.roll.steps import Made, Steps
 
 #: What is filled gives way to what is stacked, which lies as it does, not as strides say.
 _FRESH = NEW - {"empty_strided"}
-_UNTOUCHED = slice(None)
 
 
 # ---- buffers that are filled step by step ------------------------------------------------------------------------------
@@ -53,7 +52,7 @@ class Buffer:
         found = self.assignments[0]
         tensor, width = tensor_of(self.node), found.cut.length or 1
         is_rest_whole = all(
-            isinstance(element, slice) and element == _UNTOUCHED
+            isinstance(element, slice) and element == WHOLE
             for i, element in enumerate(found.elements)
             if i != found.place
         )

@@ -20,10 +20,10 @@ from lz_compile.ground.sizes import Shape, Size, shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Dims, LayoutError, broadcast_from, fresh, resolve
 from lz_compile.passes.formula.expressions import plain_number
+from lz_compile.passes.formula.layout import places_of
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter
 from lz_compile.passes.graph.view import Call, known_tensor, read, tensor_of
-from lz_compile.passes.loops.roll.slices import places_of
 
 #: What changes no number; only a sum or a product has its operands in any order.
 _NEUTRAL: Mapping[str, float] = {"add": 0.0, "sub": 0.0, "mul": 1.0, "div": 1.0}

@@ -8,31 +8,23 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
 import torch
 from torch import fx
 
 from lz_compile.passes.editing.edit import MayEdit
-from lz_compile.passes.formula.layout import elements_of, is_returned
+from lz_compile.passes.formula.layout import elements_of, is_returned, places_of
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter, origin_of
-from lz_compile.passes.graph.view import known_tensor, memory_of, read, tensor_of
-from lz_compile.passes.graph.writes import writes
-from lz_compile.passes.loops.roll.slices import range_of
+from lz_compile.passes.graph.view import known_tensor, memory_of, reached, read, tensor_of
+from lz_compile.passes.graph.writes import ELEMENTWISE, without_writing, writes
+from lz_compile.passes.loops.roll.steps import kind_of
 from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 
 #: For every dimension from where to where, or None for all of it.
 Piece: TypeAlias = "tuple[tuple[int, int] | None, ...]"
-
-_OPERATORS: Mapping[Any, Any] = {
-    operator.iadd: operator.add,
-    operator.isub: operator.sub,
-    operator.imul: operator.mul,
-    operator.itruediv: operator.truediv,
-}
-_METHODS = frozenset({"add_", "sub_", "mul_", "div_", "addcmul_", "lerp_", "copy_", "neg_", "clamp_", "relu_"})
 
 
 def piece_of(index: Any, tensor: torch.Tensor | None) -> Piece | None:
@@ -45,20 +37,17 @@ def piece_of(index: Any, tensor: torch.Tensor | None) -> Piece | None:
         if each == slice(None):
             found.append(None)
             continue
-        start, width = (range_of(each, size) if isinstance(size, int) and size else None) or (0, 0)
-        if width is not None and width <= 0:
+        places, _ = (places_of(each, size) if isinstance(size, int) and size else None) or (range(0), False)
+        if not places or places.step != 1:
             return None
-        found.append((start, start + (1 if width is None else width)))
+        found.append((places.start, places.stop))
     return tuple(found)
 
 
 def _is_plain(index: Any, tensor: torch.Tensor | None) -> bool:
     """Whether an index is of plain numbers, plain slices and whole dimensions, whatever the sizes are."""
     elements = None if tensor is None else elements_of(index, tensor)
-    if elements is None:
-        return False
-    parts = [(each.start, each.stop, each.step) if isinstance(each, slice) else (each,) for each in elements]
-    return all(part is None or isinstance(part, int) for each in parts for part in each) and None not in elements
+    return elements is not None and all(places_of(each, 1) for each in elements)
 
 
 def overlap(one: Piece, two: Piece) -> bool:
@@ -76,7 +65,7 @@ def store_pieces(
     """
     found: dict[fx.Node, None] = {}
     for node in graph.nodes:
-        if _target(node, found) is not None:
+        if _writes_piece(node, found):
             found[node] = None
     buffers = Counter(_buffer(node, found) for node in found)
     candidates = [node for node in found if wanted(buffer := _buffer(node, found), buffers[buffer])]
@@ -98,27 +87,24 @@ def _buffer(node: fx.Node, chained: Collection[fx.Node]) -> fx.Node:
     return view.all_input_nodes[0]
 
 
-def _target(node: fx.Node, chained: Collection[fx.Node] = ()) -> Any:
-    """The call that gives what ``node`` leaves in the piece that it overwrites; None for what overwrites no piece."""
-    view = node.args[0] if node.args else None
-    if not isinstance(view, fx.Node) or "out" in node.kwargs:
-        return None
-    if view not in chained and (view.target is not operator.getitem or tensor_of(view.args[0]) is None):
-        return None
-    if node.op == "call_method" and node.target in _METHODS:
-        return str(node.target).removesuffix("_")
-    return _OPERATORS.get(node.target) if node.op == "call_function" else None
+def _writes_piece(node: fx.Node, chained: Collection[fx.Node] = ()) -> bool:
+    """Whether a call overwrites a piece of a tensor, or what another such call gave, element by element."""
+    call, view = read(node), node.args[0] if node.args else None
+    if call is None or not call.is_inplace or not isinstance(view, fx.Node) or "out" in node.kwargs:
+        return False
+    is_piece = view.target is operator.getitem and tensor_of(view.args[0]) is not None
+    return (view in chained or is_piece) and call.name in ELEMENTWISE | {"copy"}
 
 
 def is_overwritten(view: fx.Node) -> bool:
     """Whether a piece of a tensor is overwritten by its own name."""
-    return any(_target(user) is not None for user in view.users if user.args and user.args[0] is view)
+    return any(_writes_piece(user) for user in view.users if user.args and user.args[0] is view)
 
 
 def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
     """Rewrite one call, unless somebody looks at the piece through another view afterwards."""
-    view, target = node.args[0], _target(node)
-    if target is None or not isinstance(view, fx.Node) or effects.ambient(node).is_transformed:
+    view, call = node.args[0], read(node)
+    if call is None or not _writes_piece(node) or not isinstance(view, fx.Node) or effects.ambient(node).is_transformed:
         return False
     buffer = view.args[0]
     index = view.args[1]
@@ -129,8 +115,10 @@ def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
     graph, ambient = node.graph, effects.ambient(node)
     with graph.inserting_before(node):
         emit = Emitter(graph, known_tensor(view).fake_mode, ambient, node)  # type: ignore[attr-defined]
-        value = node.args[1] if target == "copy" else emit.call(target, *node.args, **node.kwargs)
-        if not isinstance(value, fx.Node) or not _is_like(value, view):
+        twin = without_writing(node, node.args, node.kwargs)
+        value: Any = None if twin is None else emit.call(twin[0], *twin[1], **twin[2])
+        value = node.args[1] if call.name == "copy" else value
+        if not isinstance(value, fx.Node) or kind_of(value) != kind_of(view):
             if isinstance(value, fx.Node) and value not in effects.position:
                 graph.erase_node(value)
             return False
@@ -147,13 +135,6 @@ def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
     return True
 
 
-def _is_like(value: fx.Node, view: fx.Node) -> bool:
-    one, other = tensor_of(value), tensor_of(view)
-    if one is None or other is None:
-        return False
-    return (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
-
-
 def _stores(user: fx.Node, buffer: Any, index: Any, value: fx.Node) -> bool:
     if user.target is not operator.setitem or user.args[0] is not buffer or user.args[2] is not value:
         return False
@@ -163,34 +144,25 @@ def _stores(user: fx.Node, buffer: Any, index: Any, value: fx.Node) -> bool:
 def _is_seen_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
     """Whether a view of the piece is read after the call that overwrites it."""
     memory = memory_of(view)
-    inner = [user for user in view.users if user is not node and memory_of(user) == memory and _target(user) is None]
-    while inner:
-        each = inner.pop()
-        for user in each.users:
-            if _is_after(user, node, effects):
-                return True
-            if memory_of(user) == memory:
-                inner.append(user)
-    return False
+
+    def is_view(user: fx.Node) -> bool:
+        return memory_of(user) == memory
+
+    inner = (user for user in view.users if user is not node and not _writes_piece(user))
+    shown = reached(filter(is_view, inner), lambda each: filter(is_view, each.users))
+    return any(_is_after(user, node, effects) for each in shown for user in each.users)
 
 
 def _is_written_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
     """Whether a later call overwrites the piece through the same view, and was not spelled as a store."""
-    memory, queue = (
-        memory_of(view),
-        [user for user in view.users if user is not node and _is_after(user, node, effects)],
+    memory = memory_of(view)
+    later = (user for user in view.users if user is not node and _is_after(user, node, effects))
+    followed = reached(later, lambda user: user.users if memory_of(user) == memory else ())
+    calls = [call for call in map(read, followed) if call is not None and writes(call)]
+    # the piece is put where it is
+    return not all(
+        each.name == "setitem" and each.input is view.args[0] and each.node.args[2] is view for each in calls
     )
-    while queue:
-        user = queue.pop()
-        call = read(user)
-        is_store = call is not None and call.name == "setitem" and memory_of(user.args[0]) == memory
-        if is_store and user.args[0] is view.args[0] and user.args[2] is view:
-            continue  # the piece is put where it is
-        if is_store or (call is not None and writes(call)):
-            return True
-        if memory_of(user) == memory:
-            queue.extend(user.users)
-    return False
 
 
 def _changes_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:

@@ -7,35 +7,19 @@ its state is a loop that hands on a new one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import fx
 
-from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula.layout import elements_of
-from lz_compile.passes.formula.pieces import SPLITS, named_dim
+from lz_compile.passes.formula.layout import WHOLE, Resolve, index_of, places_of
 from lz_compile.passes.graph.effects import RESHAPERS, Effects
 from lz_compile.passes.graph.gradients import differentiated
 from lz_compile.passes.graph.refusal import told
-from lz_compile.passes.graph.view import Call, memory_of, read, tensor_of, value_of
-from lz_compile.passes.graph.writes import writes
+from lz_compile.passes.graph.view import Call, memory_of, read, tensor_of
 from lz_compile.passes.loops.roll.search import Program
-
-
-@dataclass
-class _Memory:
-    """One storage: the nodes that are the whole tensor, and the last call that overwrote it (None: nobody yet).
-
-    Once a part was overwritten through a view, what the whole tensor holds is no call's result any more.
-    """
-
-    whole: set[fx.Node] = field(default_factory=set)
-    last: fx.Node | None = None
-    is_opaque: bool = False
 
 
 class Versions:
@@ -52,18 +36,21 @@ class Versions:
         self.seen: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
         #: The same by memory, in order.
         self._seen_in: dict[int | None, list[tuple[int, fx.Node, fx.Node]]] = {}
-        self._memories: dict[int, _Memory] = {}
-        self._made_after: dict[fx.Node, fx.Node | None] = {}
         self._memory_ids: dict[fx.Node, int | None] = {}
-        overwritten = {
-            node: call
-            for node, call in ((node, read(node)) for node in program.nodes)
-            if call is not None and writes(call)
-        }
-        self.is_pure = not overwritten
-        if not self.is_pure:
-            for node in program.graph.nodes:
-                self._follow(node, overwritten.get(node))
+        #: By memory: the node that made it, and the last call that overwrote any of it.
+        self._made: dict[int | None, fx.Node] = {}
+        self._last: dict[int | None, fx.Node] = {}
+        #: Of which a part was overwritten through a view: what all of it holds is no call's result any more.
+        self._opaque: set[int | None] = set()
+        targets: dict[fx.Node, list[fx.Node]] = {}
+        for writer, target in self.effects.writes_made:
+            targets.setdefault(writer, []).append(target)
+        for node in program.graph.nodes if targets else ():
+            for operand in node.all_input_nodes:
+                self._read(node, operand)
+            self._made.setdefault(self._memory_id(node), node)
+            for target in targets.get(node, ()):
+                self._write(node, target)
 
     @cached_property
     def differentiated(self) -> frozenset[fx.Node]:
@@ -88,8 +75,7 @@ class Versions:
 
     def is_overwritten(self, node: fx.Node) -> bool:
         """Whether anything overwrites memory of ``node``, ever."""
-        memory = self._memory(node)
-        return memory is not None and (memory.last is not None or memory.is_opaque)
+        return self._memory_id(node) in self._last
 
     def owner(self, node: fx.Node) -> fx.Node:
         """The first node that is the whole tensor which ``node`` overwrites or shows."""
@@ -107,60 +93,38 @@ class Versions:
             self._memory_ids[node] = memory_of(node)
         return self._memory_ids[node]
 
-    def _memory(self, node: fx.Node) -> _Memory | None:
-        number = self._memory_id(node)
-        return None if number is None else self._memories.get(number)
-
-    def _follow(self, node: fx.Node, call: Call | None) -> None:
-        for operand in node.all_input_nodes:
-            self._read(node, operand)
-        number = self._memory_id(node)
-        if number is not None:
-            memory = self._memories.setdefault(number, _Memory(whole={node}))
-            self._made_after[node] = memory.last
-        if call is None:
-            return
-        target = call.node.args[0] if call.node.args else None
-        overwritten = self._memory(target) if isinstance(target, fx.Node) else None
-        if overwritten is None or not isinstance(target, fx.Node) or call.name in RESHAPERS or not _is_plain(call):
-            self._blur(node)
-            return
-        if target not in overwritten.whole:
-            self.unclear[node] = f"{told(node)} overwrites part of a tensor through a view of it"
-            overwritten.is_opaque = True
-        overwritten.last = node
-        self.writes[node] = target
-        if self._memory_id(node) == self._memory_id(target):
-            overwritten.whole.add(node)
-            self._made_after[node] = node
+    def _is_whole(self, node: fx.Node) -> bool:
+        """Whether a node is the very tensor that its memory was made as."""
+        return self.effects.whole(node) is self._made.get(self._memory_id(node))
 
     def _read(self, reader: fx.Node, operand: fx.Node) -> None:
-        memory = self._memory(operand)
-        if memory is None or memory.last is None or self._made_after.get(operand) is memory.last:
+        number, position = self._memory_id(operand), self.effects.position
+        last = None if number is None else self._last.get(number)
+        if last is None or position[last] <= position[operand]:
             return
-        if memory.is_opaque or operand not in memory.whole:
+        if number in self._opaque or not self._is_whole(operand):
             self.unclear[reader] = f"{operand.name} was overwritten through another view of its memory"
         else:
-            self._seen_in.setdefault(self._memory_id(operand), []).append((len(self.seen), reader, operand))
-            self.seen[reader, operand] = memory.last
+            self._seen_in.setdefault(number, []).append((len(self.seen), reader, operand))
+            self.seen[reader, operand] = last
 
-    def _blur(self, node: fx.Node) -> None:
-        """A call that overwrites what is not known to be a whole tensor: nothing it touches is a call's result any more."""
-        self.unclear[node] = f"{told(node)} overwrites its operands in a way that is not understood"
-        for operand in node.all_input_nodes:
-            memory = self._memory(operand)
-            if memory is not None:
-                memory.is_opaque, memory.last = True, node
+    def _write(self, node: fx.Node, target: fx.Node) -> None:
+        call, changed = read(node), [target]
+        is_first = node.args[:1] == (target,) and self._memory_id(target) is not None
+        if call is not None and is_first and call.name not in RESHAPERS and _is_plain(call):
+            self.writes[node] = target
+            if not self._is_whole(target):
+                self.unclear[node] = f"{told(node)} overwrites part of a tensor through a view of it"
+                self._opaque.add(self._memory_id(target))
+        else:  # nothing that it touches is a call's result any more
+            self.unclear[node] = f"{told(node)} overwrites its operands in a way that is not understood"
+            changed = node.all_input_nodes
+            self._opaque.update(map(self._memory_id, changed))
+        self._last.update((number, node) for each in changed if (number := self._memory_id(each)) is not None)
 
 
 def _is_plain(call: Call) -> bool:
     return (call.is_inplace or call.name == "setitem") and "out" not in call.arguments
-
-
-_UNTOUCHED = slice(None)
-
-#: The node that a reader sees under a name: the last version, and one node for what is the same in every step.
-Resolve = Callable[[fx.Node, Any], Any]
 
 
 @dataclass(frozen=True)
@@ -190,15 +154,11 @@ class Slices:
 
 def slices_of(nodes: Sequence[fx.Node], resolve: Resolve) -> Slices | None:
     """What the nodes cut out, one a step, None where that is no moving slice of one tensor."""
-    calls = [read(node) for node in nodes]
-    first = calls[0]
-    if first is None or any(call is None or call.name != first.name for call in calls):
+    cuts = [index_of(call, resolve) for call in map(read, nodes) if call is not None]
+    known = [each for each in cuts if each is not None]
+    if len(known) < len(nodes) or any(source is not known[0][0] for source, _ in known):
         return None
-    found: Slices | None = None
-    if first.name == "getitem":
-        found = _indexed([call for call in calls if call is not None], resolve)
-    elif first.name in ("select", "narrow"):
-        found = _selected([call for call in calls if call is not None], resolve)
+    found = cut(known[0][0], [index for _, index in known])
     return found if found is not None and _is_within(found) else None
 
 
@@ -216,41 +176,8 @@ def _static_size(source: fx.Node, dim: int) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def _selected(calls: Sequence[Call], resolve: Resolve) -> Slices | None:
-    source = resolve(calls[0].node, calls[0].input)
-    tensor = tensor_of(source)
-    dims = {call.get("dim") for call in calls}
-    if tensor is None or len(dims) != 1 or any(resolve(call.node, call.input) is not source for call in calls):
-        return None
-    dim = dims.pop()
-    name = "index" if calls[0].name == "select" else "start"
-    starts, lengths = [call.get(name) for call in calls], {call.get("length") for call in calls}
-    if not isinstance(dim, int) or len(lengths) != 1 or not all(isinstance(start, int) for start in starts):
-        return None
-    length = lengths.pop()
-    size = _static_size(source, dim % tensor.dim())
-    if not (length is None or isinstance(length, int)) or (size is None and min(starts) < 0):
-        return None
-    return Slices(
-        source, dim % tensor.dim(), tuple(start + (size or 0) if start < 0 else start for start in starts), length
-    )
-
-
-def _indexed(calls: Sequence[Call], resolve: Resolve) -> Slices | None:
-    source = resolve(calls[0].node, calls[0].input)
-    if isinstance(source, fx.Node) and isinstance(value_of(source), (tuple, list)):
-        return _picked(calls, resolve)
-    tensor = tensor_of(source)
-    if tensor is None or any(resolve(call.node, call.input) is not source for call in calls):
-        return None
-    indices = [elements_of(call.node.args[1], tensor) for call in calls]
-    if any(index is None for index in indices):
-        return None
-    return cut(source, [index for index in indices if index is not None])
-
-
 def cut(source: fx.Node, indices: Sequence[tuple[Any, ...]]) -> Slices | None:
-    """What indices (as :func:`elements_of` gives them) cut out of a tensor, if they differ in one dimension only."""
+    """What indices (as :func:`layout.elements_of` gives them) cut out of a tensor, if they differ in one dimension only."""
     if len({len(index) for index in indices}) != 1:
         return None
     moving = [i for i, column in enumerate(zip(*indices, strict=True)) if any(each != column[0] for each in column)]
@@ -261,76 +188,18 @@ def cut(source: fx.Node, indices: Sequence[tuple[Any, ...]]) -> Slices | None:
         return None
     dim = sum(element is not None for element in indices[0][:place])
     size = _static_size(source, dim)
-    ranges = [range_of(index[place], size) for index in indices]
-    known = [each for each in ranges if each is not None]
-    if len(known) != len(ranges) or len({length for _, length in known}) != 1:
+    places = [places_of(index[place], size) for index in indices]
+    known = [each for each in places if each is not None and each[0].step == 1]
+    if len(known) != len(places) or len({(len(each), drops) for each, drops in known}) != 1:
         return None
-    length = known[0][1]
-    kept: tuple[Any, ...] = () if length is None else (_UNTOUCHED,)
+    length = None if known[0][1] else len(known[0][0])
+    kept: tuple[Any, ...] = () if length is None else (WHOLE,)
     rest = (*indices[0][:place], *kept, *indices[0][place + 1 :])
-    is_whole = all(isinstance(each, slice) and each == _UNTOUCHED for each in rest)
-    return Slices(source, dim, tuple(start for start, _ in known), length, () if is_whole else rest)
+    is_whole = all(isinstance(each, slice) and each == WHOLE for each in rest)
+    return Slices(source, dim, tuple(each.start for each, _ in known), length, () if is_whole else rest)
 
 
 def _leaves(index: tuple[Any, ...]) -> list[Any]:
     return [
         part for each in index for part in ((each.start, each.stop, each.step) if isinstance(each, slice) else (each,))
     ]
-
-
-def range_of(element: Any, size: int | None) -> tuple[int, int | None] | None:
-    """Start and length (None for a single entry) of an element of an index; what ends nowhere needs a size."""
-    if isinstance(element, int) and element >= 0:
-        return element, None
-    found = None if size is None else places_of(element, size)
-    if found is None or found[0].step != 1:
-        return None
-    return found[0].start, None if found[1] else len(found[0])
-
-
-def places_of(element: Any, size: int) -> tuple[range, bool] | None:
-    """The places that an element of an index selects, and whether that drops the dimension; None where no numbers say so."""
-    if isinstance(element, int) and not isinstance(element, bool):
-        return range(element % size, element % size + 1), True
-    ends = (element.start, element.stop, element.step) if isinstance(element, slice) else (element,)
-    is_known = len(ends) > 1 and all(each is None or isinstance(each, int) for each in ends)
-    return (range(*element.indices(size)), False) if is_known else None
-
-
-def single_cut(index: Any, tensor: torch.Tensor) -> tuple[int, range, bool] | None:
-    """The one dimension that an index cuts, the places that it selects there, and whether it drops it; None for others."""
-    cuts = [(dim, each) for dim, each in enumerate(elements_of(index, tensor) or ()) if each != _UNTOUCHED]
-    if len(cuts) != 1:
-        return None
-    ((dim, element),) = cuts
-    size = shape_of(tensor)[dim]
-    found = places_of(element, size) if isinstance(size, int) else None
-    return None if found is None else (dim, *found)
-
-
-def _picked(calls: Sequence[Call], resolve: Resolve) -> Slices | None:
-    """Pieces that a call like ``unbind`` or ``split`` cut a tensor into."""
-    pieces = [_piece(call, resolve) for call in calls]
-    first = pieces[0]
-    if first is None:
-        return None
-    source, dim, _, length = first
-    known = [piece for piece in pieces if piece is not None and (piece[0], piece[1], piece[3]) == (source, dim, length)]
-    return Slices(source, dim, tuple(start for _, _, start, _ in known), length) if len(known) == len(pieces) else None
-
-
-def _piece(call: Call, resolve: Resolve) -> tuple[fx.Node, int, int, int | None] | None:
-    parent, number = resolve(call.node, call.input), call.node.args[1]
-    made = read(parent) if isinstance(parent, fx.Node) else None
-    if made is None or not isinstance(number, int):
-        return None
-    parts, named = value_of(parent), named_dim(made, 0)
-    if named is None or made.name not in SPLITS:
-        return None
-    source, dim, number = resolve(parent, made.input), named[0], number % len(parts)
-    if made.name == "unbind":
-        return source, dim, number, None
-    sizes = [part.shape[dim] for part in parts]
-    if not all(isinstance(size, int) for size in sizes):
-        return None
-    return source, dim, sum(sizes[:number]), sizes[number]

@@ -16,7 +16,7 @@ from lz_compile.passes.graph.emitter import Emitter
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.refusal import RefusedError, told
 from lz_compile.passes.graph.view import known_tensor, memory_of, needed, read, tensor_of, value_of, where_of
-from lz_compile.passes.graph.writes import WithoutEffects
+from lz_compile.passes.graph.writes import WithoutEffects, without_writing
 from lz_compile.passes.loops.roll.body import Around, Body, Carried, Entry, Part, Ref, Streamed
 from lz_compile.passes.loops.roll.search import is_number
 from lz_compile.passes.loops.roll.steps import Steps, kind_of, kind_of_value
@@ -218,28 +218,15 @@ def _emit(emit: Emitter, entry: Entry, values: dict[Ref, fx.Node]) -> fx.Node:
 
 def _overwriting(emit: Emitter, entry: Entry, args: Any, kwargs: Any) -> fx.Node:
     """A call that overwrites its first operand, on a copy of that, or spelled so that it need not."""
-    function = _out_of_place(entry)
-    if function is not None:
-        node = emit.call(function, *args, **kwargs)
+    twin = without_writing(entry.like, args, kwargs)
+    if twin is not None:
+        node = emit.call(twin[0], *twin[1], **twin[2])
         if kind_of(node) == kind_of(args[0]):
             return node
         emit.graph.erase_node(node)
     copied = emit.call("clone", args[0])
     emit.call(entry.target, copied, *args[1:], **kwargs)
     return copied
-
-
-def _out_of_place(entry: Entry) -> Any:
-    call = read(entry.like)
-    if call is None or call.name == "setitem":
-        return None
-    if entry.op == "call_method":
-        name = str(entry.target).removesuffix("_")
-        return name if name != "copy" and callable(getattr(torch.Tensor, name, None)) else None
-    name = getattr(entry.target, "__name__", "")
-    if getattr(operator, name, None) is not entry.target:
-        return None
-    return getattr(operator, name[1:], None) or getattr(operator, f"{name[1:]}_", None)
 
 
 def _shaped(emit: Emitter, result: Result, values: dict[Ref, fx.Node]) -> fx.Node:

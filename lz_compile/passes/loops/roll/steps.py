@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.graph.refusal import RefusedError, mutated, told
 from lz_compile.passes.graph.view import value_of, where_of
 from lz_compile.passes.loops.roll.search import Program, Run, is_number
@@ -91,17 +92,10 @@ def kind_of(node: Any) -> Hashable:
 def kind_of_value(value: Any) -> Hashable:
     """The same of an example value."""
     if isinstance(value, torch.Tensor):
-        return value.dtype, value.device, tuple(_size(size) for size in value.shape)
+        return value.dtype, value.device, shape_of(value)
     if isinstance(value, (tuple, list)):
         return tuple(kind_of_value(each) for each in value)
-    return _size(value) if isinstance(value, torch.SymInt) else type(value).__name__
-
-
-def _size(size: Any) -> Hashable:
-    if not isinstance(size, torch.SymInt):
-        return size  # type: ignore[no-any-return]
-    expression = size.node.expr
-    return int(expression) if expression.is_number else str(expression)
+    return as_size(value) if isinstance(value, torch.SymInt) else type(value).__name__
 
 
 class Grid:
