@@ -14,13 +14,13 @@ from lz_compile.ground.sizes import Size, product, shape_of
 from lz_compile.passes.blend.bounds import Bound
 from lz_compile.passes.blend.gate import Gates, Ranks
 from lz_compile.passes.blend.terms import ANCHORS, CASTS, NEAR, Sums, Terms, integers_of
-from lz_compile.passes.formula import moves
+from lz_compile.passes.formula import layout, moves
 from lz_compile.passes.formula.axes import fresh
 from lz_compile.passes.formula.expressions import constant_value, is_constant, specialised
 from lz_compile.passes.formula.indices import Indices
 from lz_compile.passes.formula.pieces import SPLITS
 from lz_compile.passes.formula.pointwise import is_read
-from lz_compile.passes.formula.projections import is_moved, rearranges
+from lz_compile.passes.formula.projections import is_moved
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import EMITTED, Call, known_tensor, tensor_of, value_of
@@ -227,7 +227,7 @@ class Forms:
         if is_constant(call) or not isinstance(value, (torch.Tensor, tuple, list)):
             return True
         is_plain = is_read(call) or is_moved(call) or call.name in _PICKS | CASTS | {"softmax"}
-        given = [call.input] if rearranges(call) else node.all_input_nodes  # others give no more than a shape
+        given = [call.input] if layout.is_in_axes(call) else node.all_input_nodes  # others give no more than a shape
         tensors = [each for each in given if isinstance(value_of(each), (torch.Tensor, tuple, list))]
         return is_plain and all(map(self._is_given, tensors))
 

@@ -10,14 +10,13 @@ import sympy
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula import moves
+from lz_compile.passes.formula import layout, moves
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, fresh, resolve
 from lz_compile.passes.formula.expressions import constant_value, is_cast, tidy
 from lz_compile.passes.formula.indices import Indices
 from lz_compile.passes.formula.pieces import Piece
 from lz_compile.passes.formula.pointwise import AT_LEAST, AT_MOST, BENDS, Rule, is_read
-from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
@@ -129,7 +128,9 @@ class Gates:
         call = self.effects.calls.get(node)
         if call is None or call.is_inplace or tensor_of(node) is None:
             return False
-        is_moved = is_cast(call) or rearranges(call) or call.name == "detach" or _only(self.effects, call) is not None
+        is_moved = (
+            is_cast(call) or layout.is_in_axes(call) or call.name == "detach" or _only(self.effects, call) is not None
+        )
         if not is_read(call) and not is_moved:
             return False
         return any(self.depends(each) for each in node.all_input_nodes)

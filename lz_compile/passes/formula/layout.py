@@ -10,7 +10,18 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Shape, Size, as_size, product, shape_of
-from lz_compile.passes.formula.axes import Dims, LayoutError, atoms, axes_of, broadcast_from, quotient, regroup, take
+from lz_compile.passes.formula.axes import (
+    Dims,
+    LayoutError,
+    atoms,
+    axes_of,
+    broadcast_from,
+    fresh,
+    quotient,
+    regroup,
+    take,
+)
+from lz_compile.passes.graph.gradients import stops_gradient
 from lz_compile.passes.graph.view import Call, memories_of, reached, read, tensor_of, value_of
 
 Reader = Callable[[Call, Shape, Dims], Dims]
@@ -136,7 +147,7 @@ _READERS: Mapping[str, Reader] = {
     "unsqueeze": _unsqueeze,
     "repeat_interleave": _repeat_interleave,
     **dict.fromkeys(("repeat", "tile"), _repeat),
-    **dict.fromkeys(("contiguous", "clone", "alias", "positive"), lambda _call, _shape, dims: dims),
+    **dict.fromkeys(("contiguous", "clone", "alias", "positive", "detach"), lambda _call, _shape, dims: dims),
     "getitem": _getitem,
 }
 
@@ -149,7 +160,7 @@ SIZED = frozenset("view reshape unflatten expand repeat tile repeat_interleave v
 
 def is_view(call: Call) -> bool:
     """Whether the call only rearranges, and its result may share memory with its input."""
-    return call.name in _READERS and call.name not in ("contiguous", "clone", "repeat", "tile", "repeat_interleave")
+    return _is_named(call) and call.name not in ("contiguous", "clone", "repeat", "tile", "repeat_interleave")
 
 
 def stride_order(strides: Sequence[Size]) -> tuple[list[int], list[int]]:
@@ -177,7 +188,11 @@ def is_returned(node: fx.Node) -> bool:
 
 def rearranges(call: Call) -> bool:
     """Whether the call is a layout operation by its name."""
-    return call.name in _READERS or call.name == "getattr"
+    return _is_named(call) or call.name == "getattr"
+
+
+def _is_named(call: Call) -> bool:
+    return call.name in _READERS and not stops_gradient(call)
 
 
 def read_input_dims(call: Call, dims: Dims) -> Dims | None:
@@ -194,11 +209,24 @@ def read_input_dims(call: Call, dims: Dims) -> Dims | None:
         name = str(call.arguments["#1"])
     reader = _READERS.get(name)
     is_cast = name == "view" and any(isinstance(value, torch.dtype) for value in call.arguments.values())
-    if reader is None or is_cast or call.is_inplace:  # in place, the input's shape is no longer known
+    if (
+        reader is None or is_cast or call.is_inplace or stops_gradient(call)
+    ):  # in place, the input's shape is no longer known
         return None
     if name == "getitem" and not shows_whole(call):
         return None
     return reader(call, shape_of(source), dims)
+
+
+def is_in_axes(call: Call) -> bool:
+    """Whether a call changes the layout of a tensor and nothing else, in a way that axes can tell."""
+    tensor = tensor_of(call.node)
+    if tensor is None or not rearranges(call):
+        return False
+    try:
+        return read_input_dims(call, fresh(shape_of(tensor))) is not None
+    except (LayoutError, IndexError):
+        return False
 
 
 def shows_whole(call: Call) -> bool:

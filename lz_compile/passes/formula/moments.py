@@ -332,4 +332,9 @@ def _normalize(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
 
 CALLS: Mapping[str, Reduction] = {"layer_norm": _layer_norm, "rms_norm": _rms_norm, "normalize": _normalize}
 #: Calls that are read here beside those of every region: what a root, or what is under it, is held to.
-FUNCTIONS: Mapping[str, Rule] = {name: BENDS[name] for name in ("clamp", "clamp_min", "maximum", "abs")}
+FUNCTIONS: Mapping[str, Rule] = {
+    **{name: BENDS[name] for name in ("clamp", "clamp_min", "maximum", "abs")},
+    "detach": lambda region, call, dims: region.operand(
+        call, "input", dims
+    ),  # whose gradient it stops, has to be asked
+}

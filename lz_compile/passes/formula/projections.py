@@ -14,7 +14,6 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.axes import LayoutError, fresh
 from lz_compile.passes.formula.expressions import is_cast, is_constant
 from lz_compile.passes.formula.pointwise import bends, is_read
 from lz_compile.passes.graph.effects import Effects
@@ -72,7 +71,7 @@ class Supports:
             return Support(given=frozenset({node}))
         if is_constant(call):
             return Support()
-        if EMITTED not in node.meta and (is_read(call) or rearranges(call)):
+        if EMITTED not in node.meta and (is_read(call) or layout.is_in_axes(call)):
             inner = [self._of_operand(each, node) for each in tensor_operands(node)]
             if call.name in ("add", "sub") and self._is_of_projections(node, inner):
                 self._stops.add(node)
@@ -134,20 +133,9 @@ def _is_row(node: fx.Node) -> bool:
     return known_tensor(node).dim() <= 1
 
 
-def rearranges(call: Call) -> bool:
-    """Whether a call changes the layout of a tensor and nothing else, in a way that axes can tell."""
-    tensor = tensor_of(call.node)
-    if tensor is None or not layout.rearranges(call):
-        return False
-    try:
-        return layout.read_input_dims(call, fresh(shape_of(tensor))) is not None
-    except (LayoutError, IndexError):
-        return False
-
-
 def is_moved(call: Call | None) -> bool:
     """Whether a call casts or rearranges a tensor, and does nothing else."""
-    return call is not None and (is_cast(call) or rearranges(call))
+    return call is not None and (is_cast(call) or layout.is_in_axes(call))
 
 
 def projection(

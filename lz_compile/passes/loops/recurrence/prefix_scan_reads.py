@@ -22,7 +22,6 @@ from lz_compile.passes.formula.contraction import PRODUCTS
 from lz_compile.passes.formula.expressions import CASTS, is_cast
 from lz_compile.passes.formula.layout import elements_of
 from lz_compile.passes.formula.pointwise import is_dead
-from lz_compile.passes.formula.projections import rearranges
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, tensor_operands
@@ -114,7 +113,7 @@ def _around(states: fx.Node, effects: Effects) -> tuple[list[fx.Node], list[fx.N
                 products.append(user)
             elif call.name == "mul" and len(user.users) == 1 and _is_sum(next(iter(user.users)), effects):
                 products.append(next(iter(user.users)))
-            elif call.name in CASTS or call.name in _SCALES or rearranges(call):
+            elif call.name in CASTS or call.name in _SCALES or layout.is_in_axes(call):
                 inner.append(user)
                 queue.append(user)
             elif not is_dead(user):
