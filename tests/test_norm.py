@@ -836,6 +836,21 @@ def test_detached_statistics_are_a_norms_where_nothing_has_a_gradient(is_trained
     assert [miss.reason.code for miss in backend.report.near_misses] == ["STATISTIC_DETACHED"] * is_trained
 
 
+def test_rows_behind_differences_of_all_pairs_are_no_near_miss() -> None:
+    """An equivariant layer moves points along unit vectors to each other: it divides none of them by its own length."""
+
+    def move(x: Tensor, weight: Tensor) -> Tensor:
+        apart = x[:, :, None] - x[:, None]
+        length = (apart.square().sum(-1, keepdim=True) + 1e-8).sqrt()
+        return x + (apart / (length + 1) * weight).mean(2)
+
+    inputs = torch.randn(2, 6, 3), torch.randn(2, 6, 6, 1)
+    got, backend = compiled(move, *inputs)
+    torch.testing.assert_close(got, move(*inputs))
+    assert not norms(backend), backend.why_not()
+    assert not backend.report.near_misses, backend.why_not()
+
+
 def test_a_product_of_tensors_behind_layouts_that_do_not_factor_is_no_fault() -> None:
     """Windows of an image of symbolic sizes: whether both are one tensor cannot be told."""
 

@@ -307,12 +307,13 @@ def _differences(effects: Effects, call: Call) -> list[Call]:
         source = effects.calls.get(operand)
         while source is not None and (source.name in _POWERS or layout.rearranges(source)):
             source = effects.calls.get(source.input)
-        if source is not None and source.name == "sub" and _is_outer(source):
+        if source is not None and source.name == "sub" and is_outer(source):
             found.append(source)
     return found
 
 
-def _is_outer(call: Call) -> bool:
+def is_outer(call: Call) -> bool:
+    """Whether a difference is of all pairs of rows."""
     tensors = [tensor_of(call.get(name)) for name in ("input", "other")]
     if any(tensor is None for tensor in tensors):
         return False
