@@ -836,6 +836,27 @@ def test_detached_statistics_are_a_norms_where_nothing_has_a_gradient(is_trained
     assert [miss.reason.code for miss in backend.report.near_misses] == ["STATISTIC_DETACHED"] * is_trained
 
 
+@pytest.mark.parametrize("second", ["sum", "mean"])
+@pytest.mark.parametrize("first", ["sum", "mean"])
+def test_squares_may_be_summed_over_one_dimension_after_the_other(first: str, second: str) -> None:
+    """As equivariant layers and graph norms do; what was summed first counts once."""
+
+    def norm(x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True).mean(-2, keepdim=True)
+        squares = getattr(getattr(x.square(), first)(-2, keepdim=True), second)(-1, keepdim=True)
+        return x * torch.rsqrt(squares / 3 + 1e-3)
+
+    x = torch.randn(5, 3, 16, requires_grad=True)
+    got, backend = compiled(norm, x)
+    assert only(backend).rewritten, backend.why_not()
+    exact = x.detach().double().requires_grad_()
+    want = norm(exact)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    for output, row in ((got, x), (want, exact)):
+        (output * torch.arange(16).to(output)).sum().backward(inputs=[row])
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-4, atol=1e-4)
+
+
 def test_rows_behind_differences_of_all_pairs_are_no_near_miss() -> None:
     """An equivariant layer moves points along unit vectors to each other: it divides none of them by its own length."""
 
