@@ -21,8 +21,7 @@ from lz_compile.passes.formula.axes import (
     regroup,
     take,
 )
-from lz_compile.passes.graph.gradients import stops_gradient
-from lz_compile.passes.graph.view import Call, memories_of, reached, read, tensor_of, value_of
+from lz_compile.passes.graph.view import Call, memories_of, reached, read, tensor_of, tensors_in, value_of
 
 Reader = Callable[[Call, Shape, Dims], Dims]
 
@@ -184,6 +183,15 @@ def is_returned(node: fx.Node) -> bool:
         return (x.node for x in calls if x.is_inplace or rearranges(x) or not memory.isdisjoint(memories_of(x.node)))
 
     return any(user.op == "output" for shown in reached([node], names) for user in shown.users)
+
+
+def stops_gradient(call: Call) -> bool:
+    """Whether a call detaches what may have a gradient, or gets one of its own; else the result is what it is of.
+
+    Of tensors inside of a transform nothing is noted.
+    """
+    ends = [end for end in (call.input, call.node) if isinstance(end, fx.Node)] if call.name == "detach" else []
+    return any(not memories_of(end) or any(each.requires_grad for each in tensors_in(value_of(end))) for end in ends)
 
 
 def rearranges(call: Call) -> bool:

@@ -10,7 +10,7 @@ from torch import fx
 
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import faking, grad_enabled
-from lz_compile.passes.graph.view import Call, called, memories_of, read, tensor_of, tensors_in, value_of
+from lz_compile.passes.graph.view import called, memories_of, read, tensor_of, tensors_in, value_of
 from lz_compile.passes.graph.writes import overwritten
 
 #: In-place calls after which a tensor's note says whether it has a gradient by then, not whether it had one.
@@ -28,12 +28,6 @@ def has_gradient(node: Any) -> bool:
 def _may_have(node: fx.Node) -> bool:
     """Whether a node may have a gradient: of tensors inside of a transform nothing is noted."""
     return has_gradient(node) or not memories_of(node)
-
-
-def stops_gradient(call: Call) -> bool:
-    """Whether a call detaches what may have a gradient, or gets one of its own; else the result is what it is of."""
-    is_known = call.name == "detach" and isinstance(call.input, fx.Node)
-    return is_known and (_may_have(call.input) or has_gradient(call.node))
 
 
 def differentiated(graph: fx.Graph, effects: Effects) -> frozenset[fx.Node]:
