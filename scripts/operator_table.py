@@ -68,6 +68,7 @@ EXAMPLES: Mapping[str, Callable[[Any, Any], Any]] = {
     "contiguous": lambda x, y: x.contiguous(),
     "clone": lambda x, y: x.clone(),
     "positive": lambda x, y: x.positive(),
+    "detach": lambda x, y: x.detach(),
     # arithmetic
     "add": lambda x, y: torch.add(x, y, alpha=2),
     "sub": lambda x, y: x - y,

@@ -89,6 +89,19 @@ def test_distances_of_heads_that_share_keys_and_are_far_from_zero_are_as_in_the_
     assert attentions(backend) == [True], backend.why_not()
 
 
+@pytest.mark.parametrize("is_detached", [False, True])
+def test_distances_to_a_codebook_are_read_without_its_leading_dimensions(is_detached: bool) -> None:
+    """Its rows meet those of a batch by broadcasting alone; without gradients, a detached tensor is what it is of."""
+
+    def attention(x: Tensor, codes: Tensor) -> Tensor:
+        scores = -0.5 * (x.unsqueeze(-2) - codes).pow(2).sum(-1)
+        return (scores.detach().softmax(-1).detach() if is_detached else scores.softmax(-1)) @ codes
+
+    q, k, _ = qkv()
+    backend = compiled(Variant(attention, (q[0], k[0, 0])), is_trained=not is_detached)
+    assert attentions(backend) == [True], backend.why_not()
+
+
 @pytest.mark.parametrize("name", [*some(MIXED, 6), "tensordot-before"])
 def test_mixed_heads_are_told(name: str) -> None:
     backend = compiled(MIXED[name])

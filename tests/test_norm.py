@@ -821,6 +821,70 @@ def test_what_nobody_reads_does_not_stand_in_the_way() -> None:
     assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
 
 
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_detached_statistics_are_a_norms_where_nothing_has_a_gradient(is_trained: bool) -> None:
+    """As time series are made stationary: elsewhere, what was taken off is a constant to whoever differentiates."""
+
+    def stationary(x: Tensor) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True).detach()
+        return centred / torch.sqrt(x.var(-1, keepdim=True, unbiased=False) + 1e-5).detach()
+
+    x = torch.randn(4, 3, 16, requires_grad=is_trained)
+    got, backend = compiled(stationary, x)
+    torch.testing.assert_close(got.double(), stationary(x.double()), rtol=1e-5, atol=1e-5)
+    assert [match.rewritten for match in norms(backend)] == [True] * (not is_trained), backend.why_not()
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["STATISTIC_DETACHED"] * is_trained
+
+
+@pytest.mark.parametrize("second", ["sum", "mean"])
+@pytest.mark.parametrize("first", ["sum", "mean"])
+def test_squares_may_be_summed_over_one_dimension_after_the_other(first: str, second: str) -> None:
+    """As equivariant layers and graph norms do; what was summed first counts once."""
+
+    def norm(x: Tensor) -> Tensor:
+        x = x - x.mean(-1, keepdim=True).mean(-2, keepdim=True)
+        squares = getattr(getattr(x.square(), first)(-2, keepdim=True), second)(-1, keepdim=True)
+        return x * torch.rsqrt(squares / 3 + 1e-3)
+
+    x = torch.randn(5, 3, 16, requires_grad=True)
+    got, backend = compiled(norm, x)
+    assert only(backend).rewritten, backend.why_not()
+    exact = x.detach().double().requires_grad_()
+    want = norm(exact)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
+    for output, row in ((got, x), (want, exact)):
+        (output * torch.arange(16).to(output)).sum().backward(inputs=[row])
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_behind_differences_of_all_pairs_are_no_near_miss() -> None:
+    """An equivariant layer moves points along unit vectors to each other: it divides none of them by its own length."""
+
+    def move(x: Tensor, weight: Tensor) -> Tensor:
+        apart = x[:, :, None] - x[:, None]
+        length = (apart.square().sum(-1, keepdim=True) + 1e-8).sqrt()
+        return x + (apart / (length + 1) * weight).mean(2)
+
+    inputs = torch.randn(2, 6, 3), torch.randn(2, 6, 6, 1)
+    got, backend = compiled(move, *inputs)
+    torch.testing.assert_close(got, move(*inputs))
+    assert not norms(backend), backend.why_not()
+    assert not backend.report.near_misses, backend.why_not()
+
+
+def test_a_product_of_tensors_behind_layouts_that_do_not_factor_is_no_fault() -> None:
+    """Windows of an image of symbolic sizes: whether both are one tensor cannot be told."""
+
+    def function(q: Tensor, k: Tensor) -> Tensor:
+        q, k = (x.reshape(2, 3, 8, 4, x.shape[2] // 4, 4, -1).permute(0, 4, 6, 1, 3, 5, 2) for x in (q, k))
+        q, k = (x.reshape(2, *x.shape[1:4], 16, 8) for x in (q, k))
+        return torch.einsum("bxyhid,bxyhjd->bxyhij", q, k).softmax(-1)
+
+    inputs = torch.randn(2, 24, 8, 12), torch.randn(2, 24, 8, 12)
+    torch.testing.assert_close((result := compiled(function, *inputs, dynamic=True))[0], function(*inputs))
+    assert not result[1].report.events, result[1].why_not()
+
+
 def test_a_row_that_gets_a_dimension_in_place_after_a_product_read_it_is_no_fault() -> None:
     """Dynamo notes its later shape: a product of matrices has an operand with more dimensions than its result."""
 

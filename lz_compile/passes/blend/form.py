@@ -226,9 +226,7 @@ class Forms:
         if is_constant(call) or not isinstance(value, (torch.Tensor, tuple, list)):
             return True
         is_plain = is_read(call) or is_moved(call) or call.name in _PICKS | CASTS | {"softmax"}
-        given = (
-            [call.input] if layout.only_rearranges(call) else node.all_input_nodes
-        )  # others give no more than a shape
+        given = [call.input] if layout.is_in_axes(call) else node.all_input_nodes  # others give no more than a shape
         tensors = [each for each in given if isinstance(value_of(each), (torch.Tensor, tuple, list))]
         return is_plain and all(map(self._is_given, tensors))
 

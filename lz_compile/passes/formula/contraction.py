@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 import sympy
@@ -306,17 +307,18 @@ def _differences(effects: Effects, call: Call) -> list[Call]:
         source = effects.calls.get(operand)
         while source is not None and (source.name in _POWERS or layout.rearranges(source)):
             source = effects.calls.get(source.input)
-        if source is not None and source.name == "sub" and _is_outer(source):
+        if source is not None and source.name == "sub" and is_outer(source):
             found.append(source)
     return found
 
 
-def _is_outer(call: Call) -> bool:
+def is_outer(call: Call) -> bool:
+    """Whether a difference is of all pairs of rows."""
     tensors = [tensor_of(call.get(name)) for name in ("input", "other")]
     if any(tensor is None for tensor in tensors):
         return False
     first, second = (shape_of(tensor)[::-1] for tensor in tensors if tensor is not None)
-    pairs = list(zip(first, second, strict=False))
+    pairs = list(zip_longest(first, second, fillvalue=1))
     return any(a == 1 != b for a, b in pairs) and any(b == 1 != a for a, b in pairs)
 
 
@@ -391,8 +393,6 @@ def _summand(inner: Region, call: Call, dims: Dims) -> tuple[sympy.Expr, tuple[A
 
 def _behind_layout(effects: Effects, node: fx.Node) -> fx.Node:
     """The tensor that a node shows in another layout."""
-    while (call := effects.calls.get(node)) is not None and layout.is_view(call) and tensor_of(call.input) is not None:
-        if layout.read_input_dims(call, fresh(shape_of(known_tensor(node)))) is None:
-            break
+    while (call := effects.calls.get(node)) is not None and layout.is_view(call) and layout.is_in_axes(call):
         node = call.input
     return node

@@ -21,7 +21,7 @@ from lz_compile.passes.formula.axes import (
     regroup,
     take,
 )
-from lz_compile.passes.graph.view import Call, known_tensor, memories_of, reached, read, tensor_of, value_of
+from lz_compile.passes.graph.view import Call, known_tensor, memories_of, reached, read, tensor_of, tensors_in, value_of
 
 Reader = Callable[[Call, Shape, Dims], Dims]
 
@@ -216,7 +216,7 @@ _READERS: Mapping[str, Reader] = {
     "unsqueeze": _unsqueeze,
     "repeat_interleave": _repeat_interleave,
     **dict.fromkeys(("repeat", "tile"), _repeat),
-    **dict.fromkeys(("contiguous", "clone", "alias", "positive"), lambda _call, _shape, dims: dims),
+    **dict.fromkeys(("contiguous", "clone", "alias", "positive", "detach"), lambda _call, _shape, dims: dims),
     "getitem": _getitem,
 }
 
@@ -229,7 +229,7 @@ SIZED = frozenset("view reshape unflatten expand repeat tile repeat_interleave v
 
 def is_view(call: Call) -> bool:
     """Whether the call only rearranges, and its result may share memory with its input."""
-    return call.name in _READERS and call.name not in ("contiguous", "clone", "repeat", "tile", "repeat_interleave")
+    return _is_named(call) and call.name not in ("contiguous", "clone", "repeat", "tile", "repeat_interleave")
 
 
 def stride_order(strides: Sequence[Size]) -> tuple[list[int], list[int]]:
@@ -255,20 +255,22 @@ def is_returned(node: fx.Node) -> bool:
     return any(user.op == "output" for shown in reached([node], names) for user in shown.users)
 
 
+def stops_gradient(call: Call) -> bool:
+    """Whether a call detaches what may have a gradient, or gets one of its own; else the result is what it is of.
+
+    Of tensors inside of a transform nothing is noted.
+    """
+    ends = [end for end in (call.input, call.node) if isinstance(end, fx.Node)] if call.name == "detach" else []
+    return any(not memories_of(end) or any(each.requires_grad for each in tensors_in(value_of(end))) for end in ends)
+
+
 def rearranges(call: Call) -> bool:
     """Whether the call is a layout operation by its name."""
-    return call.name in _READERS or call.name == "getattr"
+    return _is_named(call) or call.name == "getattr"
 
 
-def only_rearranges(call: Call) -> bool:
-    """Whether a call changes the layout of a tensor and nothing else, in a way that axes can tell."""
-    tensor = tensor_of(call.node)
-    if tensor is None or not rearranges(call):
-        return False
-    try:
-        return read_input_dims(call, fresh(shape_of(tensor))) is not None
-    except (LayoutError, IndexError):
-        return False
+def _is_named(call: Call) -> bool:
+    return call.name in _READERS and not stops_gradient(call)
 
 
 def read_input_dims(call: Call, dims: Dims) -> Dims | None:
@@ -285,11 +287,24 @@ def read_input_dims(call: Call, dims: Dims) -> Dims | None:
         name = str(call.arguments["#1"])
     reader = _READERS.get(name)
     is_cast = name == "view" and any(isinstance(value, torch.dtype) for value in call.arguments.values())
-    if reader is None or is_cast or call.is_inplace:  # in place, the input's shape is no longer known
+    if (
+        reader is None or is_cast or call.is_inplace or stops_gradient(call)
+    ):  # in place, the input's shape is no longer known
         return None
     if name == "getitem" and not shows_whole(call):
         return None
     return reader(call, shape_of(source), dims)
+
+
+def is_in_axes(call: Call) -> bool:
+    """Whether a call changes the layout of a tensor and nothing else, in a way that axes can tell."""
+    tensor = tensor_of(call.node)
+    if tensor is None or not rearranges(call):
+        return False
+    try:
+        return read_input_dims(call, fresh(shape_of(tensor))) is not None
+    except (LayoutError, IndexError):
+        return False
 
 
 def shows_whole(call: Call) -> bool:

@@ -150,13 +150,24 @@ class Moments:
 
     # ---- reductions ---------------------------------------------------------------------------------------------
 
-    def inner(self, call: Call, dims: Dims) -> tuple[sympy.Expr, sympy.Expr]:
-        """What a reduction reduces, in rows and moments, and how many elements that are."""
+    def inner(self, call: Call, dims: Dims, outer: tuple[Axis, ...] = ()) -> tuple[sympy.Expr, sympy.Expr]:
+        """What a reduction reduces, in rows and moments, and how many elements that are.
+
+        Sums of sums, or means of them, are over the axes of both. Those of the ``outer`` are not counted.
+        """
         given = contraction.reduction_dims(call, dims)
         if given is None:
             raise RefusedError("REDUCTION_UNCLEAR", f"{call.name} reduces unnamed dimensions", "name the dimensions")
         source_dims, new = given
-        return self.reduced_by(call, self.region.express(call.input, source_dims, call.node), new)
+        expression = self.region.express(call.input, source_dims, call.node)
+        own = sympy.sympify(product(axis.size for axis in new))
+        leaf = self.region.leaves.get(expression)
+        first = None if leaf is None else self.region.effects.calls.get(leaf.node)
+        if leaf is None or first is None or not {call.name, first.name} <= _ADDING or not self.edge.depends(leaf.node):
+            return self.reduced_by(call, expression, (*new, *outer))[0], own
+        expression, count = self.inner(first, leaf.dims, (*new, *outer))
+        self.region.interior.setdefault(leaf.node, leaf.dims)
+        return expression * (count if first.name == "sum" else 1), own
 
     def reduced_by(self, call: Call, expression: sympy.Expr, new: tuple[Axis, ...]) -> tuple[sympy.Expr, sympy.Expr]:
         """The same of an expression that a call reduces over some axes."""
@@ -265,6 +276,8 @@ def _norm(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
     return sympy.sqrt(count * moments.mean_of(sympy.expand(expression**2), call.node))
 
 
+#: Reductions that may follow each other.
+_ADDING = frozenset({"mean", "sum"})
 _REDUCTIONS: Mapping[str, Reduction] = {
     "mean": lambda moments, call, dims: moments.mean_of(moments.inner(call, dims)[0], call.node),
     "sum": _sum,
@@ -332,4 +345,9 @@ def _normalize(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
 
 CALLS: Mapping[str, Reduction] = {"layer_norm": _layer_norm, "rms_norm": _rms_norm, "normalize": _normalize}
 #: Calls that are read here beside those of every region: what a root, or what is under it, is held to.
-FUNCTIONS: Mapping[str, Rule] = {name: BENDS[name] for name in ("clamp", "clamp_min", "maximum", "abs")}
+FUNCTIONS: Mapping[str, Rule] = {
+    **{name: BENDS[name] for name in ("clamp", "clamp_min", "maximum", "abs")},
+    "detach": lambda region, call, dims: region.operand(
+        call, "input", dims
+    ),  # whose gradient it stops, has to be asked
+}

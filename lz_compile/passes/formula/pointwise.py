@@ -351,4 +351,4 @@ def is_pointwise(call: Call) -> bool:
 
 def is_moved(call: Call | None) -> bool:
     """Whether a call casts or rearranges a tensor, and does nothing else."""
-    return call is not None and (is_cast(call) or layout.only_rearranges(call))
+    return call is not None and (is_cast(call) or layout.is_in_axes(call))

@@ -71,7 +71,7 @@ class Supports:
             return Support(given=frozenset({node}))
         if is_constant(call):
             return Support()
-        if EMITTED not in node.meta and (is_read(call) or layout.only_rearranges(call)):
+        if EMITTED not in node.meta and (is_read(call) or layout.is_in_axes(call)):
             inner = [self._of_operand(each, node) for each in tensor_operands(node)]
             if call.name in ("add", "sub") and self._is_of_projections(node, inner):
                 self._stops.add(node)

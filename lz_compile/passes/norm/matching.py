@@ -20,7 +20,8 @@ from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.moments import CALLS, Moments, is_statistic, row_of
 from lz_compile.passes.formula.normal_form import NormalForm
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError
+from lz_compile.passes.graph.modes import grad_enabled
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.norm import recogniser
 from lz_compile.passes.norm.recogniser import OP, Normalised
@@ -106,6 +107,10 @@ def _check_surroundings(read: Normalised, core: Core) -> None:
         if refusal.reason.code == "INTERIOR_USED":
             refusal.edit = "do not return or reuse the statistics, or what is between them and the result"
         raise
+    stopped = next((node for node in core.nodes if (call := effects.calls[node]) and layout.stops_gradient(call)), None)
+    if stopped is not None and grad_enabled(core.ambient):
+        text = f"{told(stopped)} stops the gradient of a statistic, through which a kernel differentiates"
+        raise RefusedError("STATISTIC_DETACHED", text, "let gradients through, or normalise under no_grad()")
     if any(effects.ambient(node) != core.ambient for node in core.nodes):
         raise RefusedError("MODE_CHANGES_INSIDE", "autocast or gradient mode changes inside", "change it outside")
 

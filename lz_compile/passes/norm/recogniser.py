@@ -18,7 +18,7 @@ import sympy
 from torch import fx
 
 from lz_compile.ground.sizes import Size, product, shape_of
-from lz_compile.passes.formula import layout
+from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of, fresh
 from lz_compile.passes.formula.edge import Edge, behind_casts
@@ -80,11 +80,10 @@ def _sources(effects: Effects, anchor: fx.Node) -> Iterator[fx.Node]:
         following: list[fx.Node] = []
         for node in level:
             inner = effects.calls.get(behind_casts(effects, node))
-            if inner is not None and (is_pointwise(inner) or layout.rearranges(inner) or inner.name in FUNCTIONS):
-                operands = tensor_operands(inner.node)
-                following += operands
-            else:
-                operands = []
+            is_read = inner is not None and (is_pointwise(inner) or layout.rearranges(inner) or inner.name in FUNCTIONS)
+            is_of_pairs = inner is not None and inner.name == "sub" and contraction.is_outer(inner)
+            operands = tensor_operands(inner.node) if inner is not None and is_read and not is_of_pairs else []
+            following += operands
             is_square = depth == 0 and call.name in ("mean", "sum")  # a mean of the row itself is no second moment
             found = [] if call.name in CALLS else [_averaged(effects, each) for each in operands]
             for each in (*found, None if is_square else node):

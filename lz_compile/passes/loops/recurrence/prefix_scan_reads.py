@@ -110,7 +110,7 @@ def _around(states: fx.Node, effects: Effects) -> tuple[list[fx.Node], list[fx.N
                 products.append(user)
             elif call.name == "mul" and len(user.users) == 1 and _is_sum(next(iter(user.users)), effects):
                 products.append(next(iter(user.users)))
-            elif call.name in CASTS or call.name in _SCALES or layout.only_rearranges(call):
+            elif call.name in CASTS or call.name in _SCALES or layout.is_in_axes(call):
                 inner.append(user)
                 queue.append(user)
             else:
