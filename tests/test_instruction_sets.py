@@ -13,6 +13,7 @@ import torch
 from torch.utils.cpp_extension import include_paths
 
 from lz_compile.lowering.cpp.floats import STORED_TYPES, floats
+from lz_compile.lowering.kernels.attention import cpp_scores as scores
 from lz_compile.lowering.kernels.blend import cpp_blend as blend
 from lz_compile.lowering.kernels.linear import cpp_source as linear
 from lz_compile.lowering.kernels.paged_attention import cpp_source as paged
@@ -33,7 +34,7 @@ pytestmark = [
 
 def sources(lanes: int) -> dict[str, str]:
     single, half = torch.float32, torch.bfloat16
-    found = {"speculation": f"{floats(lanes)}{speculation.VECTORS}{speculation._CODE}"}
+    found = {"speculation": f"{floats(lanes)}{speculation.VECTORS}{speculation._CODE}", "scores": scores.source(lanes)}
     for stored in STORED_TYPES:
         is_byte = stored == torch.uint8
         for has_zero, has_codebook in [(False, False), (True, False), *([(False, True)] if is_byte else [])]:

@@ -15,10 +15,12 @@ from torch import Tensor
 
 from lz_compile import reports
 from lz_compile.backend import layerzero
+from lz_compile.ground import events
+from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.attributes import decode, encode
 from lz_compile.lowering.bands import Band, Reach
-from lz_compile.lowering.kernels.attention import tiled
+from lz_compile.lowering.kernels.attention import cpp_scores, tiled
 from lz_compile.lowering.kernels.attention.bit_fills import fill_where
 from lz_compile.lowering.kernels.attention.tiles import TILE_BYTES, Problem, Tile
 from lz_compile.lowering.kernels.attention.token_major import Operands
@@ -41,6 +43,76 @@ def share(given: Problem) -> float:
     return sum(tile.memory("any", torch.float32).numel() for tile in tiles(given)) / (
         batch * heads * queries * given.x.key.shape[1]
     )
+
+
+# ---- what happens to scores ------------------------------------------------------------------------------------------
+
+SPECIAL = torch.tensor([math.nan, math.inf, -math.inf, torch.finfo(torch.float32).min, 1e30, -200.0, -87.4, 1e-40])
+
+
+@pytest.fixture(params=["C++", "PyTorch"])
+def scores_by(request, monkeypatch):
+    """The two ways to a softmax and a soft cap of a tile; without a compiler it is PyTorch's, and an event says so."""
+    if request.param == "C++":
+        assert cpp_scores._functions(cpp_builds.vector_bits() // 32), "tests need a C++ compiler"
+        yield
+        return
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("no compiler")
+
+    cpp_scores._functions.cache_clear()
+    monkeypatch.setattr(cpp_builds, "load_cpp", refuse)
+    with events.collect() as happened:
+        yield
+    assert [event.code for event in happened] == ["TILES_WITHOUT_CPP"]
+    cpp_scores._functions.cache_clear()
+
+
+@pytest.mark.usefixtures("scores_by")
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 7), (1, 5, 8), (2, 4, 41), (1, 40, 1000)])
+def test_a_softmax_of_a_tile_is_one(shape: tuple[int, ...]) -> None:
+    eighths = torch.randint(-300, 300, shape, generator=torch.Generator().manual_seed(0))  # whose differences are exact
+    found, expected = eighths / 8, torch.softmax(eighths.double() / 8, -1)
+    cpp_scores.softmax_(found)
+    torch.testing.assert_close(found.double(), expected, rtol=8e-7, atol=1e-37)
+
+
+@pytest.mark.usefixtures("scores_by")
+@pytest.mark.parametrize("keys", [1, 7, 8, 9, 40])
+def test_rows_that_are_not_finite_have_the_softmax_that_pytorch_gives_them(keys: int) -> None:
+    rows = [torch.full((keys,), float(number)) for number in SPECIAL]  # of this alone
+    for place in {0, keys // 2, keys - 1}:  # one among others
+        for number in SPECIAL:
+            rows.append(torch.linspace(-1, 1, keys))
+            rows[-1][place] = number
+    both = torch.linspace(-1, 1, keys)
+    both[:: max(keys - 1, 1)] = torch.tensor([math.nan, -math.inf])[: len(both[:: max(keys - 1, 1)])]
+    scores = torch.stack([*rows, both])[None].contiguous()
+    expected, found = torch.softmax(scores, -1), scores.clone()
+    cpp_scores.softmax_(found)
+    torch.testing.assert_close(found, expected, rtol=2e-6, atol=1e-37, equal_nan=True)
+
+
+@pytest.mark.usefixtures("scores_by")
+@pytest.mark.parametrize("count", [1, 8, 4005, 40005])
+def test_a_cap_of_a_tile_is_one_to_a_few_units_in_the_last_place(count: int) -> None:
+    scores = torch.cat([SPECIAL, torch.linspace(-600, 600, count), torch.logspace(-30, 2, count)])
+    expected, found, tanhs = torch.tanh(scores.double() / 50), scores.clone(), torch.empty_like(scores)
+    cpp_scores.cap_(found, 50.0, tanhs)
+    torch.testing.assert_close(tanhs.double(), expected, rtol=5e-7, atol=1e-44, equal_nan=True)
+    torch.testing.assert_close(found.double(), expected * 50, rtol=6e-7, atol=1e-43, equal_nan=True)
+    assert not tanhs[~tanhs.isnan()].abs().max() > 1
+
+
+def test_a_tile_in_float64_has_its_softmax_and_its_cap_in_float64():
+    scores = torch.randn(1, 3, 9, dtype=torch.float64)
+    expected, tanhs = 2 * torch.tanh(scores / 2), torch.empty_like(scores)
+    found = scores.clone()
+    cpp_scores.cap_(found, 2.0, tanhs)
+    torch.testing.assert_close(found, expected, rtol=1e-15, atol=0)
+    cpp_scores.softmax_(found)
+    torch.testing.assert_close(found, torch.softmax(expected, -1), rtol=1e-14, atol=0)
 
 
 # ---- what is dropped -------------------------------------------------------------------------------------------------

@@ -228,8 +228,7 @@ def _scores(block: _Block, attrs: AttentionAttrs) -> torch.Tensor:
     else:
         scores = (query @ key_t).to(_wide(attrs)) * scale
     if attrs.softcap is not None:
-        is_rough = attrs.score_dtype.itemsize == 2
-        scores = capping.tanh(scores / attrs.softcap, is_rough=is_rough) * attrs.softcap
+        scores = capping.tanh(scores / attrs.softcap) * attrs.softcap
     scores, operands = scores.reshape(block.extents), block.over_scores
     if "bias" in operands:
         scores = scores + operands["bias"]

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from lz_compile.lowering.attention_attributes import AttentionAttrs
+from lz_compile.lowering.kernels.attention import cpp_scores
 from lz_compile.lowering.kernels.attention.bit_fills import Fill, fill_where
 from lz_compile.lowering.kernels.attention.token_major import Operands
 
@@ -305,11 +306,7 @@ class Tile:
         capped = None
         if attrs.softcap is not None:
             capped = self.memory("capped", scores.dtype)
-            if attrs.score_dtype.itemsize == 2:  # a tanh takes four times what a softmax takes (capping.py)
-                torch.mul(scores, 2 / attrs.softcap, out=capped).sigmoid_().mul_(2).sub_(1)
-            else:
-                torch.tanh(scores.div_(attrs.softcap), out=capped)
-            torch.mul(capped, attrs.softcap, out=scores)
+            cpp_scores.cap_(scores, attrs.softcap, capped)
         if problem.x.bias is not None:
             self.by_head(scores).add_(self.of(problem.x.bias))
         if problem.x.slopes is not None:
@@ -352,7 +349,7 @@ class Tile:
         elif self.may_be_empty and outcome in ("mean", "zero"):
             largest = scores.amax(-1, keepdim=True)
         if sink is None:
-            torch.softmax(scores, -1, out=scores)
+            cpp_scores.softmax_(scores)
         is_mean = None
         if largest is not None and self.may_be_empty and outcome in ("mean", "zero"):
             is_empty = (largest <= fill).view(*scores.shape[:2], 1)

@@ -101,9 +101,7 @@ LOOP void score(const float* queries, Rows<Row> keys, Ahead ahead, int count, fl
       }
     }
     Floats found = sums(part);
-    if constexpr (kHasCap) {
-      for (int j = 0; j < kLanes; ++j) found[j] = cap * std::tanh(found[j] / cap);
-    }
+    if constexpr (kHasCap) found = cap * tangent(found / cap);
     const float* all = reinterpret_cast<float*>(&found);
     for (int r = 0; r < kRows; ++r) std::memcpy(scores + r * kTile + t, all + r * kKeys, kKeys * 4);
   }

@@ -19,6 +19,7 @@ from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.cpp import calls
 from lz_compile.lowering.cpp.floats import STORED, STORED_TYPES, floats
 from lz_compile.lowering.cpp.vectors import PICK, lane_sums
+from lz_compile.lowering.kernels.attention.capping import TANGENT
 from lz_compile.lowering.kernels.paged_attention.cpp_loops import LOOPS
 from lz_compile.lowering.kernels.paged_attention.cpp_program import PAGED
 from lz_compile.lowering.kernels.sampling.cpp_vectors import VECTORS
@@ -35,7 +36,7 @@ def source(stored: torch.dtype, head_dim: int, value_dim: int, lanes: int, *, ha
 #include <type_traits>
 #include <vector>
 constexpr int kD = {head_dim}, kE = {value_dim};
-{calls.truths(kHasCap=has_softcap)}{floats(lanes)}{STORED}{VECTORS}
+{calls.truths(kHasCap=has_softcap)}{floats(lanes)}{STORED}{VECTORS}{TANGENT}
 using Stored = {STORED_TYPES[stored]};
 typedef Floats Vec;
 typedef Ints MaskVec;
