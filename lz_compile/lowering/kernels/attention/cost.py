@@ -29,9 +29,9 @@ _INTERLEAVED = 1.25
 #: What a band and a boolean mask take of a softmax in Inductor's C++, and each where a kernel makes numbers of it first.
 _BAND, _BOOLEANS = 1.8, 4.0
 _BAND_NUMBERS, _NUMBERS = 0.3, 0.6
-#: What PyTorch's tanh takes of a softmax, in C++ and in Inductor's code alike (an EPYC with AVX-512); kernels of ours have
-#: others (capping.py).
-_TANH = 3.3
+#: What PyTorch's tanh takes of a softmax, in C++ and in Inductor's code alike (an EPYC with AVX-512), and what the quotient
+#: of ours does (capping.py): with Inductor's loads and stores around it, or in one pass over a tile.
+_TANH, _CAPPED, _CAPPED_TILE = 3.3, 1.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,9 @@ def _fused_by_inductor(x: _Shape) -> Work:
 
 def _tiled(x: _Shape) -> Work:
     """Operators over tiles of scores, one by one; the backward computes each tile again."""
-    seen, passes, causal = x.seen(BLOCK), 1.0 if x.is_half else 1.7, 1.4 if x.is_half else 0.3
+    seen, passes, causal = x.seen(BLOCK), 1.0 if x.is_half else 1.3, 1.4 if x.is_half else 0.3
     calls = 100 + 6 * x.batch * x.kv_heads * max(x.queries / BLOCK, 1)
-    points = x.scores * seen * (passes + x.conditions(causal, _NUMBERS, 1.0, 1.0 if x.is_half else _TANH))
+    points = x.scores * seen * (passes + x.conditions(causal, _NUMBERS, 1.0, _CAPPED_TILE))
     if x.queries <= _FEW:
         return _work(x, {"row": (5.0 if x.is_half else 2.3) * x.held, "pointwise": points, "call": calls})
     times = 4.2 if x.is_training else 1.0
@@ -147,7 +147,7 @@ def _blocked(x: _Shape) -> Work:
     block = max(BLOCK, x.queries / MAX_KINDS) if "causal" in x.features else BLOCK
     seen, causal = x.seen(block), min(1.0, block / x.keys)
     band, boolean = (_BAND, _BOOLEANS) if x.scores < FEWEST else (_BAND_NUMBERS, _NUMBERS)
-    points = x.scores * seen * (1.2 + x.conditions(band * causal, boolean, 0.3, 1.0 if x.is_half else 1.7))
+    points = x.scores * seen * (1.2 + x.conditions(band * causal, boolean, 0.3, _CAPPED))
     if x.queries <= _FEW:
         if x.groups == 1:
             return _work(x, {"row": (1.15 if x.is_half else 1.0) * x.held, "pointwise": points, "call": 2})
