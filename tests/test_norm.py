@@ -900,3 +900,13 @@ def test_a_row_that_gets_a_dimension_in_place_after_a_product_read_it_is_no_faul
     for one, other in zip(torch.compile(function, backend=backend)(*inputs), function(*inputs), strict=True):
         torch.testing.assert_close(one, other)
     assert not [event for event in backend.report.events if event.code == "RECOGNISER_FAILED"], backend.why_not()
+
+
+def test_a_number_that_is_normalised_is_no_fault() -> None:
+    """It has no dimension, and PyTorch takes the last one all the same."""
+
+    def norm(x: Tensor, scale: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:]) * F.normalize(scale, dim=-1, eps=0.01)
+
+    _, backend = compiled(norm, torch.randn(2, 5, 8), torch.tensor(3.0))
+    assert not [each for each in backend.report.events if each.code == "RECOGNISER_FAILED"]

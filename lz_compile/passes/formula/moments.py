@@ -336,7 +336,7 @@ def _normalize(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
     order, position = call.get("p", 2.0), call.get("dim", 1)
     if order != 2 or not isinstance(position, int):
         raise RefusedError("NO_NORM", f"a norm of order {order}", "use the Euclidean norm")
-    axes = axes_of((dims[position],))
+    axes = axes_of((dims[position],)) if dims else ()  # a number has none, and may be said to have one
     moments.reduce(axes, len(axes))
     moments.squared.append(call.node)
     count = sympy.sympify(product(axis.size for axis in axes))
