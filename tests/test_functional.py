@@ -296,3 +296,10 @@ def test_a_kernel_that_fails_is_retired_and_the_call_completed(other: list[Tenso
     health.restore("test.norm")
     with pytest.raises(KernelExecutionError, match=r"running test.norm.*broken"):
         lz.rms_norm(x)
+
+
+def test_shapes_are_asked_for_on_a_meta_device_and_where_nothing_is_turned() -> None:
+    x, first, last = (torch.ones(shape, device="meta") for shape in ((2, 4), (5, 4), (3, 5)))
+    assert lz.linear(x, first).shape == (2, 5)
+    assert lz.mlp_fused(x, first, first, last).shape == (2, 3)
+    assert lz.rope(torch.ones(1, 2, 3, 0), torch.ones(3, 0), torch.ones(3, 0)).shape == (1, 2, 3, 0)

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from lz_compile.api import eager
 from lz_compile.api.arguments import PLAIN
 from lz_compile.api.attention_arguments import Call, check
+from lz_compile.ground.isolation import is_autocast
 
 Layout = Literal["BHSD", "BSHD"]
 
@@ -70,7 +71,7 @@ def attention(
 def _written_out(call: Call) -> torch.Tensor:
     """The call of PyTorch's function that is traced, or that tensors of another kind understand."""
     query, key, value, mask, causal, scale, dropout_p, layout = call
-    check(call, isinstance(query, torch.Tensor) and torch.is_autocast_enabled(query.device.type))
+    check(call, isinstance(query, torch.Tensor) and is_autocast(query))
     if layout == "BSHD":
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if causal and mask is not None:
@@ -98,10 +99,9 @@ def _with_causality(mask: torch.Tensor, queries: int, keys: int) -> torch.Tensor
 
 def _cast(call: Call) -> Call:
     """The tensors as autocast gives them to ``scaled_dot_product_attention``, which not every kernel hears of."""
-    where = call.query.device.type
-    if not torch.is_autocast_enabled(where):
+    if not is_autocast(call.query):
         return call
-    dtype = torch.get_autocast_dtype(where)
+    dtype = torch.get_autocast_dtype(call.query.device.type)
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from lz_compile.api.arguments import Arguments, remembered
 from lz_compile.api.norm_calls import Norm, norm
 from lz_compile.ground import events
+from lz_compile.ground.isolation import is_autocast
 from lz_compile.lowering import rows
 from lz_compile.lowering.ops import mlp
 from lz_compile.runtime.policy import policy
@@ -170,8 +171,7 @@ def linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
     _check_linear(input, weight, bias)
     if torch.compiler.is_dynamo_compiling() or not _rows_have_own_bits():
         return F.linear(input, weight, bias)
-    is_cast = torch.is_autocast_enabled(input.device.type)
-    if not is_cast and rows.serves(input, weight, bias, is_graded=torch.is_grad_enabled()):
+    if not is_autocast(input) and rows.serves(input, weight, bias, is_graded=torch.is_grad_enabled()):
         result: torch.Tensor = rows.linear(input, weight, bias)
         return result
     _tell_dependent("lz.linear, with gradients, under autocast or on this device,")
@@ -305,7 +305,9 @@ def _check_rope(input: Any, cos: Any, sin: Any, interleaved: Any, rotary_dim: An
         expected = f"and sin of equal shape that end in {turned} (or {turned // 2}, one for each pair)"
         found = f"{tuple(cos.shape)} and {tuple(sin.shape)} for an input of {length} features"
         raise given.wrong("cos", expected, found, "Pass rotary_dim where not all of them are turned")
-    given.broadcasts("cos", cos[..., 0], input.shape[:-1], "the rows of input, ")
+    given.broadcasts(
+        "cos", cos.new_empty(cos.shape[:-1]) if turned == 0 else cos[..., 0], input.shape[:-1], "the rows of input, "
+    )
 
 
 @remembered
@@ -322,7 +324,7 @@ def _check_linear(input: Any, weight: Any, bias: Any) -> None:
     given.tensor("input", input, "... I")
     given.tensor("weight", weight, "O I")
     given.tensor("bias", bias, "O", optional=True)
-    if not torch.is_autocast_enabled(input.device.type):
+    if not is_autocast(input):
         given.equal_dtypes("input", input, weight=weight, bias=bias)
 
 
@@ -350,6 +352,6 @@ def _check_mlp(
     given.tensor("down_bias", down_bias, "O", optional=True)
     if up is None and up_bias is not None:
         raise given.wrong("up_bias", "with up_weight", "it alone", "Leave it out")
-    if not torch.is_autocast_enabled(input.device.type):
+    if not is_autocast(input):
         given.equal_dtypes("input", input, gate_weight=gate, up_weight=up, down_weight=down)
         given.equal_dtypes("input", input, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)

@@ -18,8 +18,8 @@ from lz_compile.api import eager
 from lz_compile.api.arguments import PLAIN, Arguments, is_plain, remembered
 from lz_compile.api.routing_record import RoutingRecord
 from lz_compile.errors import ArgumentError, TransformUnsupportedError
+from lz_compile.ground.isolation import is_autocast
 from lz_compile.lowering.kernel_operator import call_operator
-from lz_compile.lowering.kernels.routing.function import is_autocast
 from lz_compile.lowering.ops import routing as op
 from lz_compile.lowering.ops.routing import Arm, Operands, RoutingAttrs, RoutingFacts, reference
 from lz_compile.runtime.problem import context as contexts

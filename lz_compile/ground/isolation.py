@@ -31,6 +31,11 @@ _ACCELERATORS = ("cuda", "xpu")
 _Autocast = Mapping[str, tuple[bool, torch.dtype]]
 
 
+def is_autocast(x: torch.Tensor) -> bool:
+    """Whether products of ``x`` are cast: on a meta device, of which autocast knows nothing, they are not."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
+
+
 @dataclass(frozen=True)
 class Outside:
     """What code that is called here runs under, beyond what its graph says: it decides about dtypes and gradients.

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from lz_compile.ground.isolation import is_autocast
+
 
 def product(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """``first @ second`` over tensors of at least two dimensions, or over proxies of such."""
@@ -40,7 +42,7 @@ def _run(
     found: torch.Tensor
     if not isinstance(first, torch.Tensor):
         found = getattr(torch.ops.layerzero, name).default(first, second)
-    elif not first.is_meta and torch.is_autocast_enabled(first.device.type):
+    elif is_autocast(first):
         found = uncast.apply(first, second)
     else:
         found = plain(first, second)

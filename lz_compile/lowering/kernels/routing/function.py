@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from lz_compile.errors import DoubleBackwardError
+from lz_compile.ground.isolation import is_autocast
 from lz_compile.lowering.attributes import decode, encode
 from lz_compile.lowering.kernel_operator import signed
 from lz_compile.lowering.kernels.routing.steps import Steps, products, scaled, segments
@@ -55,11 +56,6 @@ def _cast(x: Operands) -> Operands:
     dtype = torch.get_autocast_dtype(x.x.device.type)
     given = {name: each for name, each in x.given().items() if name in _MULTIPLIED and each.dtype != torch.float64}
     return replace(x, **{name: each.to(dtype) for name, each in given.items()})
-
-
-def is_autocast(x: Tensor) -> bool:
-    """Whether products of ``x`` are cast: on a meta device, of which autocast knows nothing, they are not."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 class _Routed(torch.autograd.Function):
