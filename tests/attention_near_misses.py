@@ -44,8 +44,10 @@ def near_misses() -> dict[str, Lookalike]:
         "softmax_over_queries": Lookalike(softmax_over_queries, qkv, "SOFTMAX_OTHER_AXIS"),
         "softmax_over_heads": Lookalike(softmax_over_heads, qkv, "SOFTMAX_OTHER_AXIS"),
         "output_contracted_over_queries": Lookalike(output_over_queries, queries_as_keys, "SOFTMAX_OTHER_AXIS"),
-        "weights_scaled_along_keys": Lookalike(weights_scaled_along_keys, (*qkv, normal(23)), "PROBABILITIES_CHANGED"),
-        "weights_masked_after_softmax": Lookalike(weights_masked_after_softmax, masked, "PROBABILITIES_CHANGED"),
+        "weights_scaled_one_by_one": Lookalike(
+            weights_scaled_along_keys, (*qkv, normal(19, 23)), "PROBABILITIES_CHANGED"
+        ),
+        "weights_masked_after_softmax": Lookalike(weights_masked_after_softmax, (*qkv, other), "PROBABILITIES_CHANGED"),
         "weights_squared": Lookalike(weights_squared, qkv, "PROBABILITIES_CHANGED"),
         "epsilon_in_denominator": Lookalike(epsilon_in_denominator, qkv, "EPSILON_IN_DENOMINATOR"),
         "fill_of_zero": Lookalike(fill_of_zero, masked, "MASK_FILL_NOT_NEGLIGIBLE"),
@@ -105,7 +107,7 @@ def output_over_queries(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def weights_scaled_along_keys(query: Tensor, key: Tensor, value: Tensor, gain: Tensor) -> Tensor:
-    """Probabilities times a number per key, not normalised again."""
+    """Probabilities times numbers, not normalised again."""
     return (_scores(query, key).softmax(-1) * gain) @ value
 
 

@@ -420,17 +420,47 @@ def test_keys_that_a_bias_takes_apart_are_the_keys_that_a_mask_and_a_weight_have
         return (weights * weight if is_weighted else weights) @ v
 
     backend = compiled(Variant(attend, (q, k, v, normal(3, 6 + memory, 8, seed=8))))
-    assert attentions(backend) == [] if is_weighted else [True], backend.why_not()
-    assert codes(backend) == ({"PROBABILITIES_CHANGED"} if is_weighted else set()), backend.why_not()
+    assert attentions(backend) == [True], backend.why_not()
+    assert not codes(backend), backend.why_not()
 
 
 @pytest.mark.parametrize("again", [PADDED.roll(1, -1), ~PADDED], ids=["another", "its complement"])
-def test_probabilities_that_another_mask_drops_are_told(again: Tensor) -> None:
+def test_probabilities_that_another_mask_drops_drop_values(again: Tensor) -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, other: Tensor) -> Tensor:
         return (q @ k.mT).masked_fill(~mask, -torch.inf).softmax(-1).masked_fill(~other, 0.0) @ v
 
     backend = compiled(Variant(attention, (*qkv(16, 16), PADDED[:1], again[:1])))
-    assert codes(backend) == {"PROBABILITIES_CHANGED"}, backend.why_not()
+    assert attentions(backend) == [True], backend.why_not()
+
+
+WEIGHTED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "numbers of keys": lambda p, v, w: (p * w[0, 0]) @ v,
+    "numbers of heads and keys": lambda p, v, w: (p * w[0, :, None]) @ v,
+    "numbers of batches and keys": lambda p, v, w: (p * w[:, :1, None]) @ v,
+    "numbers of queries, and of keys": lambda p, v, w: (p * (w[0, 0] * w[0, 0, : p.shape[-2], None])) @ v,
+    "truth values": lambda p, v, w: (p * (w > 0)[:, :, None]) @ v,
+    "numbers of 8 bits": lambda p, v, w: (p * w[:, :, None]) @ (v * 9).to(torch.int8).to(v.dtype),
+}
+COMPUTED: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], str]] = {
+    "normalised again": (lambda p, v, w: ((x := p * w[0, 0]) / x.sum(-1, keepdim=True)) @ v, "INTERIOR_USED"),
+    "a number for each": (lambda p, v, w: (p * (w[0, 0] + w[0, 0, : p.shape[-2], None])) @ v, "PROBABILITIES_CHANGED"),
+    "heads that share values": (lambda p, v, w: (p * w[0, :, None]) @ v[:, :1], "PROBABILITIES_CHANGED"),
+}
+
+
+@pytest.mark.parametrize("name", [*WEIGHTED, *COMPUTED])
+def test_weights_of_keys_after_the_softmax_are_those_of_values(name: str) -> None:
+    """As scales of a cache of few bits: where they are of keys alone. What is made of probabilities is another matter."""
+    weighted, code = COMPUTED.get(name) or (WEIGHTED[name], "")
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> Tensor:
+        return weighted((q @ k.mT).softmax(-1), v, weights)
+
+    q, k, v = qkv(5, 7)
+    is_trained = "bits" not in name
+    backend = compiled(Variant(attention, (q, k, v, normal(*k.shape[:3]))), is_trained=is_trained)
+    assert attentions(backend) == ([] if code else [True]), backend.why_not()
+    assert codes(backend) == ({code} if code else set()), backend.why_not()
 
 
 def test_of_no_keys_nothing_is_read_and_nothing_fails() -> None:

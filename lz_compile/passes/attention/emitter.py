@@ -87,15 +87,22 @@ class AttentionEmitter(TableEmitter):
     buffers: tuple[fx.Node, ...] = ()
     sees_keys: bool = False
     distance: sympy.Expr = sympy.S.Zero
+    value_gain: sympy.Expr = sympy.S.One
     mask_label: str = ""
     mask_reasons: tuple[Reason, ...] = ()
+
+    def weights(self) -> dict[fx.Node, Dims]:
+        """What rows and keys are weighted with, sinks included."""
+        gains = (self.query_gain, self.key_gain, self.value_gain, self.output_gain, self.sinks or sympy.S.Zero)
+        return {leaf.node: leaf.dims for leaf in self.region.leaves_in(*gains).values()}
 
     def edge(self) -> dict[fx.Node, Dims]:
         """The nodes that the replacement reads, with their axes."""
         found: dict[fx.Node, Dims] = {operand.node: operand.dims for operand in (self.query, self.key, self.value)}
         fill = self.fill if self.attrs.masked_rows == "fill" else sympy.S.Zero
-        rows = (self.query_gain, self.key_gain, self.output_gain, self.sinks or sympy.S.Zero)
-        for leaf in self.region.leaves_in(*rows, self.keep, self.bias, fill, self.distance).values():
+        for node, dims in self.weights().items():
+            found.setdefault(node, dims)
+        for leaf in self.region.leaves_in(self.keep, self.bias, fill, self.distance).values():
             found.setdefault(leaf.node, leaf.dims)
         pair = () if self.documents is None else (self.documents.query, self.documents.key)
         for each in (self.slopes, *pair):
@@ -148,6 +155,8 @@ class AttentionEmitter(TableEmitter):
             query = (query * self._formula(builder, self.query_gain, ROWS, self.dtype)).to(self.dtype)
         if self.key_gain != 1:
             key = (key * self._formula(builder, self.key_gain, "B Hk Sk 1", self.dtype)).to(self.dtype)
+        if self.value_gain != 1:
+            value = (value * self._formula(builder, self.value_gain, "B Hk Sk 1", self.dtype)).to(self.dtype)
         found = {"query": query, "key": key, "value": value}
         scores = self.axes(SCORES)
         if self.keep != 1:

@@ -12,7 +12,7 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import recogniser
 from lz_compile.passes.attention.blocks import Blocks, Missed
-from lz_compile.passes.attention.emitter import Finish
+from lz_compile.passes.attention.emitter import AttentionEmitter, Finish
 from lz_compile.passes.attention.near_misses import unread
 from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.attention.recogniser import OP, SOFTMAX, Weighing
@@ -22,11 +22,11 @@ from lz_compile.passes.attention.windows import windowed
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError, reshaped
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError, reshaped, told
 from lz_compile.passes.graph.view import Call, reached, tensor_of
 from lz_compile.passes.masks.constants import hold_the_same
 from lz_compile.passes.masks.reading import Masks
-from lz_compile.passes.rewriting.core import find_core
+from lz_compile.passes.rewriting.core import IF_USED, Core, find_core
 from lz_compile.passes.rewriting.match import Driver, Match, Outcome
 from lz_compile.passes.rewriting.twins import Twins
 
@@ -87,8 +87,23 @@ def _matched(read: Weighing, masks: Masks, finish: Finish) -> Match:
             "scores are clamped after a mask is added: in rows that it covers, gradients end at the clamp",
             "leave the clamp out, or mask with masked_fill",
         )
+    _check_weights(emitter, core)
     core.check(region.effects, {node: region.readers.get(node, core.nodes[0]) for node in emitter.edge()})
     return finish(emitter, core, None) if window is None else window.match(OP, core)
+
+
+def _check_weights(emitter: AttentionEmitter, core: Core) -> None:
+    """Refuse weights of rows or keys that are made of the scores, which would be computed beside the kernel."""
+    effects = emitter.region.effects
+
+    def above(node: fx.Node) -> list[fx.Node]:
+        name = effects.name(node) or ""
+        return [] if name.endswith("_like") or name.startswith("new_") else node.all_input_nodes
+
+    for node in core.nodes:
+        if node in emitter.weights() and core.nodes[0] in reached([node], above, len(core.nodes)):
+            text = f"{told(node)} is made of the scores, and weights what they give"
+            raise RefusedError("INTERIOR_USED", text, IF_USED)
 
 
 def _reshaped(effects: Effects, call: Call, node: fx.Node, writer: fx.Node) -> NearMiss | None:

@@ -22,7 +22,7 @@ from lz_compile.passes.attention.probabilities import Probabilities
 from lz_compile.passes.attention.scores import Scores, has_scores, is_product, is_weight, mixed_scores, path_to
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, fresh
+from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.contraction import Contraction, Factor
 from lz_compile.passes.formula.expressions import INFINITY, tidy
 from lz_compile.passes.formula.pointwise import BENDS
@@ -44,7 +44,8 @@ Made = TypeVar("Made")
 class Weighing:
     """Values that are summed up over ``keys`` with the probabilities of scores as weights, times a ``gain``.
 
-    Expressions are over the leaves of ``region``, ``output`` is the node with the result.
+    Weights of the keys, after the softmax, are a ``value_gain``. Expressions are over the leaves of ``region``, ``output``
+    is the node with the result.
     """
 
     region: Region
@@ -55,6 +56,7 @@ class Weighing:
     output: fx.Node
     output_dims: Dims
     gain: sympy.Expr = sympy.S.One
+    value_gain: sympy.Expr = sympy.S.One
 
 
 def recognise(effects: Effects, call: Call, made: Callable[[Weighing], Made]) -> Made | NearMiss | None:
@@ -164,8 +166,8 @@ class Reader(Generic[Made]):
         kept = sympy.factor(inner.keep * found.keep)
         if kept != 1 and not self.region.axes_in(rest := sympy.cancel(gain / kept)) & set(atoms(keys)):
             gain, found = rest, replace(found, is_masked_again=True)
-        self._check_gain(gain, keys)
-        return self._checked(replace(read, probabilities=found, gain=gain))
+        gain, value_gain = self._split_gain(gain, read)
+        return self._checked(replace(read, probabilities=found, gain=gain, value_gain=value_gain))
 
     def _match_quotient(self, product: fx.Node, *, is_needed: bool) -> Made | None:
         """The division by the sum of the exponentials that comes after the values: read again from there.
@@ -212,13 +214,17 @@ class Reader(Generic[Made]):
             )
         return replace(found, sinks=sinks)
 
-    def _check_gain(self, gain: sympy.Expr, keys: tuple[Axis, ...]) -> None:
-        if self.region.axes_in(gain) & set(atoms(keys)) or gain.has(INFINITY):
+    def _split_gain(self, gain: sympy.Expr, read: Weighing) -> tuple[sympy.Expr, sympy.Expr]:
+        """A gain of rows, and one of keys that values can be weighted with."""
+        keys, factors = set(atoms(read.keys)), sympy.Mul.make_args(sympy.factor(gain))
+        own = sympy.Mul(*(each for each in factors if self.region.axes_in(each) & keys))
+        if gain.has(INFINITY) or self.region.axes_in(own) - {*keys, *axes_of(read.value.dims)}:
             raise RefusedError(
                 "PROBABILITIES_CHANGED",
-                "the probabilities are weighted along the keys after the softmax",
+                "the probabilities are weighted after the softmax, along the keys and by query or head",
                 "weight the values, or mask before the softmax",
             )
+        return (gain, own) if own == 1 else (tidy(sympy.expand(sympy.cancel(gain / own))), own)
 
     def _checked(self, read: Weighing) -> Made:
         bias = read.scores.bias

@@ -47,7 +47,9 @@ def assign_roles(read: Weighing) -> AttentionEmitter:
     if scale is None:
         raise RefusedError("SCALE_BY_SCORE", "the scale of the scores depends on query and key together", "use a bias")
     dtype = _kernel_dtype(inner, query, key, values, output)
-    if query_gain != 1 or key_gain != 1:  # the operands are scaled instead of the scores: not in fewer digits
+    if (
+        not query_gain == key_gain == read.value_gain == 1
+    ):  # the operands are scaled instead of the scores: not in fewer digits
         dtype = torch.promote_types(dtype, known_tensor(inner.leaf.node).dtype)
     keep = sympy.factor(inner.keep * found.keep)
     masked_rows = _masked_rows(region, inner, found)
@@ -79,6 +81,7 @@ def assign_roles(read: Weighing) -> AttentionEmitter:
         region, roles, query, key, values, query_gain, key_gain, keep, bias, output_gain, found.sinks, output,
         read.output_dims, dtype, attrs, passed, floor, inner.fill or sympy.S.Zero,
         found.rounds_masked_rows or (found.is_exponential and inner.shift == 0), distance=inner.distance,
+        value_gain=read.value_gain,
     )  # fmt: skip
 
 

@@ -124,7 +124,9 @@ class WindowEmitter(AttentionEmitter):
 def windowed(emitter: AttentionEmitter, masks: Masks) -> WindowEmitter | None:
     """The same attention over the tensors that its keys and values are windows of; None where they are none."""
     attrs, (key, value) = emitter.attrs, (emitter.key, emitter.value)
-    is_special = emitter.key_gain != 1 or attrs.masked_rows == "fill" or emitter.floor is not None
+    is_special = (
+        not emitter.key_gain == emitter.value_gain == 1 or attrs.masked_rows == "fill" or emitter.floor is not None
+    )
     if emitter.roles.queries or is_special:
         return None
     places = atoms(emitter.roles.keys)

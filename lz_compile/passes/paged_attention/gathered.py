@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 
@@ -118,7 +119,13 @@ def _what_is_special(emitter: AttentionEmitter) -> str:
     special = {
         "it is trained": emitter.needs_grad(),
         f"it is in {emitter.dtype}": emitter.dtype not in _DTYPES,
-        "scores or results are weighted": not (emitter.query_gain == emitter.key_gain == emitter.output_gain == 1),
+        "scores or results are weighted": {
+            emitter.query_gain,
+            emitter.key_gain,
+            emitter.value_gain,
+            emitter.output_gain,
+        }
+        != {sympy.S.One},
         "scores have a bias": is_biased,
         "scores are distances": emitter.distance != 0,
         "documents are apart": bool(emitter.documents) or attrs.limits is not None,

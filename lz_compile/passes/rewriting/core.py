@@ -15,9 +15,7 @@ from lz_compile.passes.graph.view import read, tensor_of
 from lz_compile.passes.graph.writes import refuse_transformed
 
 #: What is advised where someone reads an inner value of an attention.
-_IF_USED = (
-    "return no scores or probabilities and compute nothing else from them (transformers: output_attentions=False)"
-)
+IF_USED = "return no scores or probabilities and compute nothing else from them (transformers: output_attentions=False)"
 
 
 @dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Core:
         """The last node."""
         return self.nodes[-1]
 
-    def check(self, effects: Effects, readers: Mapping[fx.Node, fx.Node], if_used: str = _IF_USED) -> None:
+    def check(self, effects: Effects, readers: Mapping[fx.Node, fx.Node], if_used: str = IF_USED) -> None:
         """Refuse where someone else needs an inner value, a mode changes inside, or an operand is overwritten.
 
         Args:
