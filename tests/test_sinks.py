@@ -98,6 +98,21 @@ def test_an_extra_score_is_read_in_whatever_form_it_takes_part(spelling: str, ki
     assert not products, "scores are computed beside the kernel"
 
 
+@pytest.mark.parametrize("spelling", ["denominator", "denominator, after the values"])
+def test_a_mask_that_is_added_is_read_beside_a_sink_in_the_denominator(spelling: str) -> None:
+    keep = torch.ones(5, 7, dtype=torch.bool).tril(3)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+        scores = q @ k.mT * 0.3 + torch.where(keep, 0.0, -torch.inf)
+        return SPELLINGS[spelling](scores, v, SINKS["head"](q, given))
+
+    backend = _compared(attention, _inputs())
+    found = [
+        (match.rewritten, match.attributes["has_sinks"]) for match in backend.report.matches if match.op == "attention"
+    ]
+    assert found == [(True, True)], backend.why_not()
+
+
 NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "one": lambda s, v: s.exp() / (1 + _total(s)) @ v,
     "little": lambda s, v: (s.exp() @ v) / (_total(s) + 1e-6),

@@ -283,7 +283,7 @@ def _beside_sink(
     slope = sympy.simplify(sympy.diff(inverse, _WHOLE))
     added = sympy.powsimp(sympy.expand(inverse.xreplace({_WHOLE: sympy.S.Zero}) / slope))
     try:
-        sinks, keep = _logarithm(sympy.simplify(added))
+        sinks, keep = _logarithm(sympy.simplify(_with_exponentials(region, added)))
     except RefusedError:
         sinks, keep = sympy.S.Zero, sympy.S.Zero
     if slope.has(_WHOLE) or keep != 1 or region.axes_in(sinks) & set(atoms(keys)):
@@ -293,6 +293,17 @@ def _beside_sink(
             "divide by the sum alone, or by its sum with a positive number or exponential",
         )
     return 1 / slope, tidy(sympy.expand(sinks))
+
+
+def _with_exponentials(region: Region, added: sympy.Expr) -> sympy.Expr:
+    """An expression in what its leaves are exponentials of, which a region that leaves masks as they are does not read."""
+    found = {}
+    for symbol, leaf in region.leaves_in(added).items():
+        call = region.effects.calls.get(leaf.node)
+        if call is not None and call.name == "exp" and not call.is_inplace:
+            found[symbol] = sympy.exp(region.express(call.input, leaf.dims, leaf.node))
+            region.interior.setdefault(leaf.node, leaf.dims)
+    return added.xreplace(found)
 
 
 _SEVERAL = 2
