@@ -105,6 +105,23 @@ def test_a_cap_of_a_tile_is_one_to_a_few_units_in_the_last_place(count: int) -> 
     assert not tanhs[~tanhs.isnan()].abs().max() > 1
 
 
+@pytest.mark.parametrize("score_dtype", [torch.float32, torch.float64])
+def test_scores_are_capped_and_normalised_in_cpp_where_they_are_float32(score_dtype, monkeypatch):
+    asked: list[str] = []
+    function = cpp_scores._function
+
+    def noted(name: str, scores: Tensor) -> Any:
+        found = function(name, scores)
+        asked.append(f"{name} {found is not None}")
+        return found
+
+    monkeypatch.setattr(cpp_scores, "_function", noted)
+    query, key, value = torch.randn(3, 1, 2, 9, 4, dtype=score_dtype).unbind()
+    tiled.attention(attention_op.Operands(query, key, value), AttentionAttrs(softcap=3.0, score_dtype=score_dtype))
+    is_ours = score_dtype == torch.float32
+    assert set(asked) == {f"cap {is_ours}", f"softmax {is_ours}"}
+
+
 def test_a_tile_in_float64_has_its_softmax_and_its_cap_in_float64():
     scores = torch.randn(1, 3, 9, dtype=torch.float64)
     expected, tanhs = 2 * torch.tanh(scores / 2), torch.empty_like(scores)
