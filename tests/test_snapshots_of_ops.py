@@ -391,7 +391,8 @@ after:
   seed: f32[4, 6]
   host: f32[4, 6]
   sub: f32[] = sub(1, alpha)
-  reshape: f32[4, 6, 1, 1] = reshape(host, [4, 6, 1, 1])
+  detach: f32[4, 6] = detach(host)
+  reshape: f32[4, 6, 1, 1] = reshape(detach, [4, 6, 1, 1])
   reshape_2: f32[24, 1, 1] = reshape(reshape, [24, 1, 1])
   reshape_3: f32[4, 6, 1, 1] = reshape(seed, [4, 6, 1, 1])
   reshape_4: f32[24, 1, 1] = reshape(reshape_3, [24, 1, 1])

@@ -351,4 +351,5 @@ def is_pointwise(call: Call) -> bool:
 
 def is_moved(call: Call | None) -> bool:
     """Whether a call casts or rearranges a tensor, and does nothing else."""
-    return call is not None and (is_cast(call) or layout.is_in_axes(call))
+    is_said = call is not None and call.name == "detach"  # also of what has no gradient: blends are told by it
+    return call is not None and not is_said and (is_cast(call) or layout.is_in_axes(call))
