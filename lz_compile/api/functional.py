@@ -305,9 +305,8 @@ def _check_rope(input: Any, cos: Any, sin: Any, interleaved: Any, rotary_dim: An
         expected = f"and sin of equal shape that end in {turned} (or {turned // 2}, one for each pair)"
         found = f"{tuple(cos.shape)} and {tuple(sin.shape)} for an input of {length} features"
         raise given.wrong("cos", expected, found, "Pass rotary_dim where not all of them are turned")
-    given.broadcasts(
-        "cos", cos.new_empty(cos.shape[:-1]) if turned == 0 else cos[..., 0], input.shape[:-1], "the rows of input, "
-    )
+    rows_of = cos[..., 0] if turned else cos.new_empty(cos.shape[:-1])
+    given.broadcasts("cos", rows_of, input.shape[:-1], "the rows of input, ")
 
 
 @remembered

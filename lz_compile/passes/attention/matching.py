@@ -100,8 +100,9 @@ def _check_weights(emitter: AttentionEmitter, core: Core) -> None:
         name = effects.name(node) or ""
         return [] if name.endswith("_like") or name.startswith("new_") else node.all_input_nodes
 
+    weights = emitter.weights()
     for node in core.nodes:
-        if node in emitter.weights() and core.nodes[0] in reached([node], above, len(core.nodes)):
+        if node in weights and core.nodes[0] in reached([node], above, len(core.nodes)):
             text = f"{told(node)} is made of the scores, and weights what they give"
             raise RefusedError("INTERIOR_USED", text, IF_USED)
 

@@ -47,9 +47,8 @@ def assign_roles(read: Weighing) -> AttentionEmitter:
     if scale is None:
         raise RefusedError("SCALE_BY_SCORE", "the scale of the scores depends on query and key together", "use a bias")
     dtype = _kernel_dtype(inner, query, key, values, output)
-    if (
-        not query_gain == key_gain == read.value_gain == 1
-    ):  # the operands are scaled instead of the scores: not in fewer digits
+    # Operands are scaled instead of scores or probabilities: not in fewer digits
+    if not query_gain == key_gain == read.value_gain == 1:
         dtype = torch.promote_types(dtype, known_tensor(inner.leaf.node).dtype)
     keep = sympy.factor(inner.keep * found.keep)
     masked_rows = _masked_rows(region, inner, found)

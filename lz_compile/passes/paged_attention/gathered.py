@@ -116,16 +116,11 @@ def _what_is_special(emitter: AttentionEmitter) -> str:
     is_biased = (
         emitter.slopes or emitter.floor is not None or not (emitter.bias == 0 or emitter.bias in emitter.region.leaves)
     )
+    gains = {emitter.query_gain, emitter.key_gain, emitter.value_gain, emitter.output_gain}
     special = {
         "it is trained": emitter.needs_grad(),
         f"it is in {emitter.dtype}": emitter.dtype not in _DTYPES,
-        "scores or results are weighted": {
-            emitter.query_gain,
-            emitter.key_gain,
-            emitter.value_gain,
-            emitter.output_gain,
-        }
-        != {sympy.S.One},
+        "scores or results are weighted": gains != {sympy.S.One},
         "scores have a bias": is_biased,
         "scores are distances": emitter.distance != 0,
         "documents are apart": bool(emitter.documents) or attrs.limits is not None,

@@ -134,6 +134,7 @@ def _fused_by_inductor(x: _Shape) -> Work:
 def _tiled(x: _Shape) -> Work:
     """Operators over tiles of scores, one by one; the backward computes each tile again."""
     seen, passes, causal = x.seen(BLOCK), 1.0 if x.is_half else 1.3, 1.4 if x.is_half else 0.3
+    # Some of each tile; and what is prepared in Python before the first, which takes as long as 250
     calls = 250 + 6 * x.batch * x.kv_heads * max(x.queries / BLOCK, 1)
     points = x.scores * seen * (passes + x.conditions(causal, _NUMBERS, 1.0, _CAPPED_TILE))
     if x.queries <= _FEW:
