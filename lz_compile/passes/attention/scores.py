@@ -21,7 +21,7 @@ from lz_compile.passes.formula.contraction import PRODUCTS, Factor, is_distance,
 from lz_compile.passes.formula.expressions import FLOORED, INFINITY, NAN_TO_NUM, indicators, reduce_indicators, tidy
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import reached, tensor_of
+from lz_compile.passes.graph.view import Call, reached, tensor_of
 
 #: Fills at or below this are masking constants: no score of a trained model comes near them, and ``exp`` of the
 #: difference is zero in every dtype. -1e4 (BERT, GPT-2) is the least negative one in common use; it
@@ -167,17 +167,21 @@ def _without_shift(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...
     return expression.xreplace(shifts) if shifts else expression
 
 
-#: Calls behind which a row's maximum is one still, or a bound of it.
-_SAME_ROW = frozenset(
-    {"detach", "getitem", "getattr", "unsqueeze", "contiguous", "clone", "clamp", "clamp_min", "relu", "maximum"}
-)
+#: Calls behind which a row's maximum is one still.
+_SAME_ROW = frozenset({"detach", "getitem", "getattr", "unsqueeze", "contiguous", "clone", "relu"})
 
 
 def _is_maximum(region: Region, leaf: Leaf) -> bool:
     call = region.effects.calls.get(leaf.node)
-    while call is not None and call.name in _SAME_ROW:
+    while call is not None and (call.name in _SAME_ROW or _is_bounded(call)):
         call = region.effects.calls.get(call.input)
     return call is not None and call.name in ("amax", "max")
+
+
+def _is_bounded(call: Call) -> bool:
+    """Whether a maximum is at least zero, or less: under a larger bound, exponentials of usual scores are zero."""
+    least = call.get("min") if call.name in ("clamp", "clamp_min") else None
+    return isinstance(least, int | float) and least <= 0 and call.get("max") is None
 
 
 def _split_softcap(expression: sympy.Expr, product: sympy.Symbol) -> tuple[sympy.Expr, sympy.Expr | None]:
