@@ -104,7 +104,7 @@ def _leaf(
 ) -> _Leaf:
     source = emitter.region.leaves[symbol]
     tensor = tensor_of(source.node)
-    is_boolean = tensor is not None and tensor.dtype == torch.bool
+    is_boolean = symbol in emitter.keep.free_symbols
     if tensor is None:
         reason = Reason("MASK_NOT_PROVEN", f"{told(source.node)} is no tensor")
         return _Leaf(symbol, source.node, False, keeps, factor, None, reason)

@@ -59,15 +59,20 @@ class Weighing:
     value_gain: sympy.Expr = sympy.S.One
 
 
-def recognise(effects: Effects, call: Call, made: Callable[[Weighing], Made]) -> Made | NearMiss | None:
+def recognise(
+    effects: Effects,
+    call: Call,
+    made: Callable[[Weighing], Made],
+    flag: Callable[[fx.Node], tuple[fx.Node, ...] | None],
+) -> Made | NearMiss | None:
     """What is ``made`` of the attention that ends at a call, which may refuse it, or why there is none.
 
     None where nothing speaks for one. Masks are read as tensors first, and where that is refused, with all that they consist
-    of.
+    of; floating-point tensors that ``flag`` tells (see :class:`Region`) are masks then.
     """
     refused: NearMiss | None = None
     for expand_masks in (False, True):
-        region = Region(effects, expand_masks=expand_masks)
+        region = Region(effects, expand_masks=True, flag=flag) if expand_masks else Region(effects)
         try:
             found = Reader(region, call, made).read()
         except RefusedError as refusal:
