@@ -8,6 +8,7 @@ from backends import Rewriting
 from torch import Tensor, nn
 
 LENGTH, MOST = 9, 16
+USES = ("scores", "added", "exponentials", "probabilities", "powers")
 
 
 def _scattered() -> Tensor:
@@ -40,16 +41,16 @@ class Attention(nn.Module):
             return (scores * kept - 1e4 * (1 - kept)).softmax(-1) @ value
         if self.use == "added":
             return (scores * kept + (kept - 1) * 1e9).softmax(-1) @ value
-        if self.use == "exponentials":
+        if self.use in ("exponentials", "exponentials after the values"):
             weights = (scores - scores.amax(-1, keepdim=True)).exp() * kept
+            if self.use != "exponentials":
+                return (weights @ value) / weights.sum(-1, keepdim=True)
             return weights / weights.sum(-1, keepdim=True) @ value
         weights = scores.softmax(-1) * kept
         if self.use == "powers":
             weights = weights**2
         if self.use == "epsilon":
             return weights / (weights.sum(-1, keepdim=True) + 1e-3) @ value
-        if self.use == "after the values":
-            return (weights @ value) / weights.sum(-1, keepdim=True)
         return weights / weights.sum(-1, keepdim=True) @ value
 
 
@@ -62,7 +63,7 @@ def _inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(2, 3, LENGTH, 8, dtype=dtype, requires_grad=True) for _ in range(3)]
 
 
-@pytest.mark.parametrize("use", ["scores", "added", "exponentials", "probabilities", "powers"])
+@pytest.mark.parametrize("use", [*USES, "exponentials after the values"])
 @pytest.mark.parametrize("mask", ["buffer", "dropped", "scattered", "made", "made by halves"])
 def test_a_mask_of_zeros_and_ones_is_one(mask, use):
     module, backend, inputs = Attention(mask, use), Rewriting(), _inputs()

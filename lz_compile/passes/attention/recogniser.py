@@ -183,7 +183,7 @@ class Reader(Generic[Made]):
         for candidate in _quotients(given.effects, product):
             if not is_needed and not _is_share(given, candidate, product):
                 continue
-            self.region = Region(given.effects, expand_masks=given.expand_masks, functions=_SHARES)
+            self.region = Region(given.effects, expand_masks=given.expand_masks, functions=_SHARES, flag=given.flag)
             dims = fresh(shape_of(known_tensor(candidate)))
             self.region.express(candidate, dims)
             outer = next(
