@@ -300,7 +300,7 @@ def _beside_sink(
 ) -> tuple[sympy.Expr, sympy.Expr]:
     """What :func:`_ratio` gives where something is added to the sum."""
     given = {total: sympy.log(_WHOLE) if _is_logarithm(region, total) else _WHOLE}
-    inverse = sympy.powsimp(sympy.expand(sympy.powsimp(sympy.expand((summand / expression).xreplace(given)))))
+    inverse = sympy.expand(sympy.cancel(sympy.expand_power_exp((summand / expression).xreplace(given))))
     slope = sympy.simplify(sympy.diff(inverse, _WHOLE))
     added = sympy.powsimp(sympy.expand(inverse.xreplace({_WHOLE: sympy.S.Zero}) / slope))
     try:

@@ -25,7 +25,7 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.contraction import Contraction, Factor
 from lz_compile.passes.formula.expressions import INFINITY, tidy
-from lz_compile.passes.formula.pointwise import BENDS
+from lz_compile.passes.formula.pointwise import BENDS, applied
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import OUT_OF_PLACE, MutatedError, NearMiss, RefusedError, refusal_of
 from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of, where_of
@@ -34,7 +34,9 @@ OP = "attention"
 SCORES = contraction.PRODUCTS - {"linear", "addmm"}
 SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
 #: Calls that a share beside a sink may be computed with.
-_SHARES = {name: BENDS[name] for name in ("sigmoid", "log1p")}
+_SHARES = {name: BENDS[name] for name in ("sigmoid", "log1p")} | {
+    "logsigmoid": applied(lambda x: -sympy.log(1 + sympy.exp(-x))),
+}
 
 #: What is made of an attention that was found.
 Made = TypeVar("Made")

@@ -32,7 +32,7 @@ _PARAMETERS: Mapping[str, str] = {
     "input other": (
         "mul and or xor logical_xor bitwise_xor eq ne floordiv floor_divide mod fmod remainder rshift "
         "bitwise_right_shift lshift bitwise_left_shift maximum minimum gt ge lt le reshape_as matmul bmm mm "
-        "expand_as view_as type_as outer"
+        "expand_as view_as type_as outer logaddexp"
     ),
     "input other rounding_mode": "div",
     "input exponent": "pow",
