@@ -84,3 +84,16 @@ def test_what_is_written_to_one_is_read_of_the_other(drop: Drop, function: Calla
 def test_a_result_is_the_input_itself() -> None:
     x = torch.randn(3)
     assert torch.compile(DROPS["evaluated"], backend=Traced())(x).data_ptr() == x.data_ptr()
+
+
+def test_one_inside_of_a_transform_goes_as_any_other() -> None:
+    def doubled(row: Tensor) -> Tensor:
+        x = row * 2
+        F.dropout(x, 0.0).view(2, 2).add_(1)
+        return x * 3
+
+    backend = Traced()
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(torch.compile(torch.vmap(doubled), backend=backend)(x), torch.vmap(doubled)(x))
+    assert not backend.report.events
+    assert not [node for node in backend.graphs[0].graph.nodes if "dropout" in str(node.target)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -596,6 +597,23 @@ def test_a_cache_that_cannot_be_written_is_an_event_and_nothing_more(tmp_path, m
 def test_no_temporary_file_is_left_beside_a_record(tmp_path):
     origin_of(plain, operands())
     assert [path.suffix for path in (tmp_path / "layerzero").rglob("*") if path.is_file()] == [".json"]
+
+
+def test_a_record_that_a_full_disk_does_not_take_leaves_nothing_behind(tmp_path):
+    resource = pytest.importorskip("resource", reason="file sizes are limited on POSIX alone")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(
+            resource.RLIMIT_FSIZE, (4096, before[1])
+        )  # half of the record fits, as on a disk that fills up
+        with events.collect() as happened:
+            Store("proofs", tmp_path).save("key", {"text": "x" * 8192})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert [event.code for event in happened] == ["STORE_UNWRITABLE"]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 # ---- what validation must not do -----------------------------------------------------------------------------------

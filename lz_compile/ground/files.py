@@ -66,8 +66,13 @@ def write_whole(path: Path, content: str | bytes, mode: int | None = None) -> No
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     data = content.encode() if isinstance(content, str) else content
-    with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False) as file:
-        file.write(data)
-    if mode is not None:
-        Path(file.name).chmod(mode)
-    Path(file.name).replace(path)
+    file = tempfile.NamedTemporaryFile(dir=path.parent, suffix=".tmp", delete=False)  # noqa: SIM115 closed below
+    try:
+        with file:
+            file.write(data)
+        if mode is not None:
+            Path(file.name).chmod(mode)
+        Path(file.name).replace(path)
+    except BaseException:  # a full disk must not be filled with parts of files
+        Path(file.name).unlink(missing_ok=True)
+        raise

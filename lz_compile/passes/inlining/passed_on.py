@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from torch import fx
+from torch._subclasses import FakeTensor
 
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter
@@ -24,7 +25,8 @@ def pass_on(graph: fx.Graph) -> int:
     gone = [node for node, call in effects.calls.items() if call and call.name in DROPOUTS and not drops(call)]
     memories = {node: set(memories_of(node)) for node in graph.nodes} if gone else {}
     had = {node: has_gradient(node) for node in memories}
-    mode = next((tensor.fake_mode for node in gone if (tensor := tensor_of(node)) is not None), None)  # type: ignore[attr-defined]
+    # inside of a transform, tensors are noted in what it wraps them in
+    mode = next((tensor.fake_mode for node in graph.nodes if isinstance(tensor := tensor_of(node), FakeTensor)), None)
     moved = {memory for node in gone for memory in memories[node] - memories[node.all_input_nodes[0]]}
     for node, own in memories.items():
         call = effects.calls[node]
