@@ -54,6 +54,7 @@ SPELLINGS: Mapping[str, Spellings] = {
             lambda x, y: x.add(y),
             lambda x, y: torch.add(x, y),
             lambda x, y: torch.add(input=x, other=y),
+            lambda x, y: torch.add(x, y, out=None),
             lambda x, y: x.add(other=y),
             lambda x, y: aten.add.Tensor(x, y),
             lambda x, y: x.__add__(y),
