@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from lz_compile.errors import ArgumentError
 from lz_compile.ground.hardware import default_device
-from lz_compile.ground.reasons import first_line
+from lz_compile.ground.records import first_line
 from lz_compile.ground.sizes import is_one
 
 #: What the elements of an operand are: floating-point numbers of 16 bits or more (``inexact``: or complex ones; ``stored``:

@@ -21,7 +21,7 @@ from lz_compile.api.attention_arguments import Call, check
 from lz_compile.api.given import read
 from lz_compile.errors import KernelExecutionError, NoKernelFoundError
 from lz_compile.ground import events, health, hooks, memory
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.ops.attention import Operands
 from lz_compile.runtime.choose.calls import SDPA, eager_kernel, needs_compile

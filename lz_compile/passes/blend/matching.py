@@ -22,8 +22,8 @@ from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.layout import stride_order
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import MutatedError, NearMiss, RefusedError
-from lz_compile.passes.graph.view import called, known_tensor, reached, tensor_of, where_of
+from lz_compile.passes.graph.refusal import MutatedError, NearMiss, RefusedError, where_of
+from lz_compile.passes.graph.view import called, known_tensor, reached, tensor_of
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core, core_between
 from lz_compile.passes.rewriting.match import Cell, Driver, Found, Input, Match, Outcome, Site, TableEmitter, Trial

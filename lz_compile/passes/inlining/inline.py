@@ -27,8 +27,8 @@ from lz_compile.passes.editing.dead import dead_calls
 from lz_compile.passes.formula.moves import that_count
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, ambient_context
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import EMITTED, reached, tensor_of, value_of, where_of
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError, where_of
+from lz_compile.passes.graph.view import EMITTED, reached, tensor_of, value_of
 from lz_compile.passes.inlining.attention_calls import BODIES, REFUSED
 from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise
 from lz_compile.passes.rewriting.builder import GraphBuilder
