@@ -22,7 +22,6 @@ from torch import fx
 from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
 from lz_compile.ground.isolation import Outside, isolated
-from lz_compile.ground.sizes import as_size
 from lz_compile.passes.editing.dead import dead_calls
 from lz_compile.passes.formula.moves import that_count
 from lz_compile.passes.graph.effects import Effects
@@ -101,7 +100,7 @@ def _emit(builder: GraphBuilder, node: fx.Node, arguments: Mapping[str, Any], re
     value = BODIES[node.target](**fx.map_arg(dict(arguments), proxies.__getitem__))
     old, new = tensor_of(replaced), tensor_of(value.node)
     if old is not None and new is not None and new.stride() != old.stride():  # a fast path keeps those of its input
-        value = laid_out(value, [as_size(stride) for stride in old.stride()])
+        value = laid_out(value, old)
     output: fx.Node = value.node
     (expected, given) = (
         (tensor.dtype, tensor.device, tensor.shape, that_count(tensor.stride(), tensor))
