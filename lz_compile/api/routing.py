@@ -140,7 +140,7 @@ def _selected(x: Operands, attrs: RoutingAttrs) -> torch.Tensor:
     kernel = eager.kernel_for("routing", attrs, facts, x.x.device, proven if is_plain(*x.tensors) else None)
     if kernel is None or kernel.call is None:
         return _own(x, attrs)
-    found: torch.Tensor = eager.guarded(kernel, kernel.call, _own)(x, attrs)
+    found: torch.Tensor = eager.guarded(kernel.kernel_id, kernel.call, _own)(x, attrs)
     return found
 
 

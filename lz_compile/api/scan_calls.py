@@ -61,7 +61,7 @@ def _bind(
         return own
     bind = None if is_traced or needs_grad else getattr(kernel.call, "bind", None)
     call = partial(_through, kernel.call, attrs) if bind is None else partial(_turned, bind(x, attrs))
-    return eager.guarded(kernel, call, own)
+    return eager.guarded(kernel.kernel_id, call, own)
 
 
 def _chosen(x: Operands, attrs: ScanAttrs, *, is_traced: bool = False) -> tuple[KernelSpec | None, bool]:
@@ -88,7 +88,7 @@ def by_address(
     bind = None if kernel is None or needs_grad else getattr(kernel.call, "bind", None)
     if kernel is None or bind is None:
         return own
-    return eager.guarded(kernel, partial(called, bind(x, attrs, *shapes)), own)
+    return eager.guarded(kernel.kernel_id, partial(called, bind(x, attrs, *shapes)), own)
 
 
 def is_view(operand: torch.Tensor | None, of: torch.Tensor | None) -> bool:
