@@ -53,6 +53,11 @@ def shape_of(tensor: torch.Tensor) -> Shape:
     return tuple(as_size(size) for size in tensor.shape)
 
 
+def strides_of(tensor: torch.Tensor) -> Shape:
+    """The strides of a (fake) tensor, likewise."""
+    return tuple(map(as_size, tensor.stride()))
+
+
 def product(sizes: Iterable[Size]) -> Size:
     """The product of extents; an ``int`` where all of them are."""
     total: Size = 1

@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import Size
 from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
 from lz_compile.lowering.ops.attention import SHAPES, Operands

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground import events
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import Size
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import CAUSAL, Band, Reach

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import sympy
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import probabilities, scores
 from lz_compile.passes.attention.probabilities import Probabilities
@@ -27,8 +27,8 @@ from lz_compile.passes.formula.contraction import Contraction, Factor
 from lz_compile.passes.formula.expressions import INFINITY, tidy
 from lz_compile.passes.formula.pointwise import BENDS, applied
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import OUT_OF_PLACE, MutatedError, NearMiss, RefusedError, refusal_of
-from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of, where_of
+from lz_compile.passes.graph.refusal import OUT_OF_PLACE, MutatedError, NearMiss, RefusedError, refusal_of, where_of
+from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of
 
 OP = "attention"
 SCORES = contraction.PRODUCTS - {"linear", "addmm"}

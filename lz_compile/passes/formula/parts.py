@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import Size, shape_of
 from lz_compile.passes.formula import contraction, edge, layout, moves
 from lz_compile.passes.formula.algebra import Leaf, Region

@@ -16,7 +16,7 @@ from fractions import Fraction
 import torch
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.bands import Reach
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of, fresh, renamed, resolve

@@ -11,15 +11,15 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import Size, product
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import Operands
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.graph.refusal import Failure, MutatedError, NearMiss, RefusedError, refusal_of
-from lz_compile.passes.graph.view import EMITTED, where_of
+from lz_compile.passes.graph.refusal import Failure, MutatedError, NearMiss, RefusedError, refusal_of, where_of
+from lz_compile.passes.graph.view import EMITTED
 from lz_compile.passes.rewriting.builder import Builder, Groups
 
 if TYPE_CHECKING:
