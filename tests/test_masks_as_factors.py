@@ -37,6 +37,8 @@ class Attention(nn.Module):
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         scores = query @ key.mT * 0.3
         kept = self.kept(scores)
+        if self.use == "filled":
+            return scores.masked_fill(kept == 0, -1e9).softmax(-1) @ value
         if self.use == "scores":
             return (scores * kept - 1e4 * (1 - kept)).softmax(-1) @ value
         if self.use == "added":
@@ -108,3 +110,26 @@ def test_what_is_added_to_a_sum_of_probabilities_is_no_score():
     module, backend, inputs = Attention("buffer", "epsilon"), Rewriting(), _inputs()
     torch.testing.assert_close(_compiled(module, backend)(*inputs), module(*inputs))
     assert "EPSILON_IN_DENOMINATOR] a number is added to the sum of probabilities" in backend.why_not()
+
+
+class Cached(Attention):
+    """The last rows of a mask, as where keys of earlier calls are kept."""
+
+    def kept(self, scores: Tensor) -> Tensor:
+        """Of symbolic sizes: that the first row is one is what a guard says."""
+        queries, keys = scores.shape[-2:]
+        part = self.buffer[keys - queries : keys, :keys]
+        return 1 - part if self.mask == "dropped" else part
+
+
+@pytest.mark.parametrize("use", [*USES, "filled"])
+@pytest.mark.parametrize("mask", ["buffer", "dropped"])
+def test_the_last_rows_of_a_mask_are_read_under_symbolic_sizes(mask, use):
+    module, backend = Cached(mask, use), Rewriting()
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=backend, fullgraph=True, dynamic=True)
+    for queries, keys in ((5, 9), (3, 13), (11, 11)):
+        query, key, value = (torch.randn(2, 3, size, 8) for size in (queries, keys, keys))
+        torch.testing.assert_close(compiled(query, key, value), module(query, key, value), rtol=1e-4, atol=1e-5)
+    assert {(match.rewritten, match.mask) for match in backend.report.matches} == {(True, "causal")}, backend.why_not()
+    assert len(backend.graphs) <= 2

@@ -146,6 +146,7 @@ class Parts(Region):
 
     features: list[Axis] = field(default_factory=list)
     places: int = 1
+    counted: set[Polynomial] = field(default_factory=set)
     source_symbols: set[sympy.Symbol] = field(default_factory=set)
     _indices: dict[Axis, Polynomial] = field(default_factory=dict)
     known: Values = unknown

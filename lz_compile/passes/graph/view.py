@@ -219,7 +219,9 @@ def read(node: fx.Node) -> Call | None:
     for position, value in enumerate(node.args):
         arguments[signature[position] if position < len(signature) else f"#{position}"] = value
     named = {_PARAMETER_SYNONYMS.get(key, key): value for key, value in node.kwargs.items()}
-    arguments |= {key: value for key, value in named.items() if key != "out" or value is not None}  # out=None: no tensor
+    arguments |= {
+        key: value for key, value in named.items() if key != "out" or value is not None
+    }  # out=None: no tensor
     if name == "addmm" and "other" in arguments:
         arguments["batch2"] = arguments.pop("other")
     if name in ("softmax", "log_softmax") and isinstance(

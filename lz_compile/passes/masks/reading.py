@@ -174,7 +174,7 @@ class _Reading:
             self.reader.give((group,))
         sizes = [self.reader.size(product(axis.size for axis in group)) for group in (axes.queries, axes.keys)]
         places = [self.reader.place(group) for group in (axes.queries, axes.keys)]
-        self.at = Positions(places[0], places[1], sizes[0], sizes[1], axes.queries, axes.keys)
+        self.at = Positions(places[0], places[1], sizes[0], sizes[1], axes.queries, axes.keys, self.reader.counted)
 
     def meaning(self, node: fx.Node, dims: Dims, *, keeps: bool) -> Meaning | Reason:
         """What a mask means."""
