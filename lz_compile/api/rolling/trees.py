@@ -23,7 +23,7 @@ def leaves(tree: Any) -> list[Any]:
         return [tree]
     kind = type(tree)
     if kind is tuple or kind is list:
-        found = []
+        found: list[Any] = []
         for each in tree:  # most are leaves, and Dynamo takes 3 ms for each call
             found += [each] if isinstance(each, _LEAVES) else leaves(each)
         return found

@@ -237,7 +237,9 @@ def agree(first: Any, second: torch.Tensor, where: torch.Tensor) -> torch.Tensor
     """Whether values are those of each row. A value that overflows on its way may be anything, where its point is far."""
     first = tensor(first).expand(second.shape)
     near = (first - second).abs() <= TOLERANCE * (1 + second.abs())
-    return (near | (~first.isfinite() & (where.abs() > _REACH))).all(-1)
+    near |= ~first.isfinite() & (where.abs() > _REACH)
+    found: torch.Tensor = near.all(-1)
+    return found
 
 
 def name_of_values(values: Any, limits: Iterable[float] = ()) -> tuple[str, float | None] | None:
