@@ -71,6 +71,9 @@ def near_misses() -> dict[str, Lookalike]:
         "two_softmaxes_multiplied": Lookalike(
             two_softmaxes_multiplied, (*qkv, normal(2, 6, 23, 8)), "PROBABILITIES_CHANGED"
         ),
+        "scores_averaged": Lookalike(scores_averaged, qkv, "INTERIOR_USED"),
+        "entropy_of_the_weights": Lookalike(entropy_of_the_weights, qkv, "INTERIOR_USED"),
+        "likeliest_key": Lookalike(likeliest_key, qkv, "PROBABILITIES_NOT_READ"),
         "scores_through_nan_to_num": Lookalike(scores_through_nan_to_num, qkv, "SCORES_NOT_AFFINE"),
     }
 
@@ -89,6 +92,25 @@ def scores_returned(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     """Attention, and its scores."""
     scores = _scores(query, key)
     return scores.softmax(-1) @ value, scores
+
+
+def scores_averaged(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The score that a query expects."""
+    scores = _scores(query, key)
+    return (scores.softmax(-1) * scores).sum(-1) + 0.0 * value.sum()
+
+
+def entropy_of_the_weights(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Logarithms of the probabilities, averaged."""
+    scores = _scores(query, key)
+    return (scores.softmax(-1) * scores.log_softmax(-1)).sum(-1) + 0.0 * value.sum()
+
+
+def likeliest_key(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The value of the key that weighs most, by its weight: a call with two results lies between."""
+    weight, place = _scores(query, key).softmax(-1).max(-1)
+    chosen = torch.nn.functional.one_hot(place, key.shape[-2]).to(value)
+    return torch.einsum("bhqk,bhke,bhq->bhqe", chosen, value, weight)
 
 
 def softmax_over_queries(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -451,6 +451,10 @@ UNPACKED = {
     "halves less eight": (lambda x, w, s: F.linear(x, torch.stack([w & 15, w >> 4], -1).flatten(1).sub(8) * s), P4, S),
     "other bits": (lambda x, w, s: F.linear(x, (w >> 3).float() * s), U8, S),
     "lower bits twice": (wrong_order, P4, S),
+    "beside zero points of unknown size": (
+        lambda x, w, s, z: F.linear(x, ((w & 15).float() - z.repeat_interleave(8, 1).float()) * s.repeat_interleave(8, 1)),
+        W4, S4, Z4,
+    ),
 }  # fmt: skip
 
 
@@ -597,11 +601,13 @@ def for_each_row(x, w, s):
 
 Z8, Z16 = torch.full((12, 1), 255, dtype=torch.uint8), torch.randint(256, 2**15, (12, 1), dtype=torch.int16)
 Z32 = torch.randint(2**24, 2**26, (12, 1), dtype=torch.int32)
+Z64 = Z32.long()
 F8 = torch.float8_e4m3fn
 #: Integers of more than eight bits, and values that are rounded on their way.
 LOOKALIKES = {
     "a wide product": (lambda x, w, s: F.linear(x, (w.short() * 129).float() * s), U8, "NOT_DEQUANTISED"),
     "a wider product": (lambda x, w, s: F.linear(x, (w.int() * Z32).float() * s * 1e-8), U8, "NOT_DEQUANTISED"),
+    "less integers of unknown size": (lambda x, w, s: F.linear(x, ((w & 15) - Z64).float() * s * 1e-8), W4, "NOT_DEQUANTISED"),
     "rounded to float8": (lambda x, w, s: F.linear(x, w.float().to(F8).float() * s), W8, "NOT_DEQUANTISED"),
     "squares": (lambda x, w, s: F.linear(x, w.float() ** 2 * s), W8, "NOT_AFFINE"),
     "a table of a table": (lambda x, w, s: F.linear(x, TABLE[ORDER[torch.stack([w & 15, w >> 4], -1).flatten(1).long()]] * s), P4, "NOT_DEQUANTISED"),

@@ -228,6 +228,23 @@ def test_neighbours_that_are_joined_as_halves_are_brought_together() -> None:
     assert only(backend).rewritten
 
 
+@pytest.mark.parametrize("cast", [lambda angles, x: angles.to(x), lambda angles, x: angles.type_as(x)])
+@pytest.mark.parametrize("kept", [0, 4])
+def test_tables_in_the_precision_of_what_they_turn_are_not_made_of_it(cast: Callable[..., Tensor], kept: int) -> None:
+    """``angles.to(x)`` asks `x` for its dtype, not for its values."""
+
+    def turned(x: Tensor, angles: Tensor) -> Tensor:
+        angles = cast(angles, x)
+        first, second, rest = x.split((8, 8, kept), -1)
+        cos, sin = angles.cos(), angles.sin()
+        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1)
+
+    inputs = torch.randn(2, 4, 7, 16 + kept), torch.randn(7, 8, dtype=torch.float64)
+    got, backend = compiled(turned, *inputs)
+    torch.testing.assert_close(got, turned(*inputs))
+    assert only(backend).rewritten, backend.why_not()
+
+
 def _matrices(angles: Tensor) -> Tensor:
     """[.., pairs, 2, 2]"""
     cos, sin = angles.cos(), angles.sin()

@@ -96,19 +96,22 @@ def _matched(read: Weighing, masks: Masks, finish: Finish) -> Match:
     return finish(emitter, core, None) if window is None else window.match(OP, core)
 
 
+_AVERAGED = "leave it as it is: an average of the scores, as an entropy is one, needs the scores themselves"
+
+
 def _check_weights(emitter: AttentionEmitter, core: Core) -> None:
-    """Refuse weights of rows or keys that are made of the scores, which would be computed beside the kernel."""
+    """Refuse values, and weights of rows or keys, that are made of the scores, which would be computed beside the kernel."""
     effects = emitter.region.effects
 
     def above(node: fx.Node) -> list[fx.Node]:
         name = effects.name(node) or ""
         return [] if name.endswith("_like") or name.startswith("new_") else node.all_input_nodes
 
-    weights = emitter.weights()
+    weights, values = emitter.weights(), emitter.value.node
     for node in core.nodes:
-        if node in weights and core.nodes[0] in reached([node], above, len(core.nodes)):
-            text = f"{told(node)} is made of the scores, and weights what they give"
-            raise RefusedError("INTERIOR_USED", text, IF_USED)
+        if (node in weights or node is values) and core.nodes[0] in reached([node], above, len(core.nodes)):
+            does, edit = ("is weighted by", _AVERAGED) if node is values else ("weights", IF_USED)
+            raise RefusedError("INTERIOR_USED", f"{told(node)} is made of the scores, and {does} what they give", edit)
 
 
 def _reshaped(effects: Effects, call: Call, node: fx.Node, writer: fx.Node) -> NearMiss | None:

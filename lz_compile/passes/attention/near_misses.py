@@ -295,6 +295,8 @@ def _through(effects: Effects, what: str, path: list[fx.Node]) -> tuple[Reason, 
 
 def _is_unread(effects: Effects, call: Call) -> bool:
     """Whether a call has a reading by its name, and none with these operands: a clamp at a number that scores reach, say."""
+    if tensor_of(call.node) is None or (call.name == "getitem" and tensor_of(call.input) is None):
+        return call.name != "getitem"  # several results, of which one is taken
     region = Region(effects)
     leaf = region.leaves.get(region.express(call.node, fresh(shape_of(known_tensor(call.node)))))
     return leaf is not None and leaf.node is call.node

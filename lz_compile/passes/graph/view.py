@@ -218,10 +218,8 @@ def read(node: fx.Node) -> Call | None:
     arguments: dict[str, Any] = {}
     for position, value in enumerate(node.args):
         arguments[signature[position] if position < len(signature) else f"#{position}"] = value
-    named = {_PARAMETER_SYNONYMS.get(key, key): value for key, value in node.kwargs.items()}
-    arguments |= {
-        key: value for key, value in named.items() if key != "out" or value is not None
-    }  # out=None: no tensor
+    given = {key: value for key, value in node.kwargs.items() if key != "out" or value is not None}
+    arguments |= {_PARAMETER_SYNONYMS.get(key, key): value for key, value in given.items()}
     if name == "addmm" and "other" in arguments:
         arguments["batch2"] = arguments.pop("other")
     if name in ("softmax", "log_softmax") and isinstance(

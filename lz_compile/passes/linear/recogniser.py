@@ -315,7 +315,7 @@ def _unread(region: Region, storage: fx.Node) -> tuple[str, str]:
     """What hides the stored numbers from being read, and what helps."""
     for leaf in region.leaves.values():
         call = region.effects.calls[leaf.node]
-        if call is not None and storage_of(region.effects, leaf.node) is storage:
+        if call is not None and leaf.node is not storage and storage in reached([leaf.node], most=_MOST_CALLS):
             text = f"{told(leaf.node)} has no reading here: {call.name} may wrap around, round, or take other bits"
             return text, "convert what is stored to floating point first, as by .to(x.dtype)"
     return "what is stored does not reach the weight", "multiply by what is computed from it"

@@ -41,9 +41,10 @@ class Unpacked:
 
 
 def numbers_of(effects: Effects, node: fx.Node) -> Unpacked | None:
-    """The largest tensor of integers that a floating-point value is computed from.
+    """The largest tensor of integers that a floating-point value is computed from; of several, the one of few bits.
 
-    None where it is given as it is, is made of anything but integers that are given, or may be larger.
+    Zero points of unknown size are taken off it, or added to it. None where it is given as it is, is made of anything but
+    integers that are given, or may be larger.
     """
 
     def above(each: fx.Node) -> list[fx.Node]:
@@ -53,7 +54,8 @@ def numbers_of(effects: Effects, node: fx.Node) -> Unpacked | None:
     seen = [*reached([node], above, _MOST_CALLS + 1)]
     found = [each for each in seen if is_integer(tensor_of(each))]
     most = max((_count(each) for each in found), default=0)
-    largest = [each for each in found if _count(each) == most]
+    largest = [_less_unknown(effects, each) for each in found if _count(each) == most]
+    largest = [each for each in largest if bounds_of(effects, each) is not None] if len(largest) > 1 else largest
     is_cut = len(seen) > _MOST_CALLS or any(effects.name(each) in PRODUCTS for each in {*seen} - {*found})
     if is_cut or not most or len(largest) != 1 or effects.calls[largest[0]] is None or not _is_given(*largest):
         return None
@@ -65,16 +67,34 @@ def numbers_of(effects: Effects, node: fx.Node) -> Unpacked | None:
 
 def less_shifted(effects: Effects, found: Unpacked) -> Unpacked | None:
     """The numbers that zero points are taken off, or added to, where those are integers, too: they have fewer bits."""
-    call = effects.calls[found.node]
-    if call is None or call.name not in ("sub", "add") or call.get("alpha", 1) != 1:
-        return None
-    source = call.input if isinstance(call.input, fx.Node) else None
-    node = None if source is None else effects.current(source, found.node)
-    bounds = None if node is None or _count(node) != _count(found.node) else bounds_of(effects, node)
+    node = _unshifted(effects, found.node)
+    bounds = None if node is None else bounds_of(effects, node)
     if node is None or bounds is None or bounds[1] - bounds[0] >= found.bounds[1] - found.bounds[0]:
         return None
     dtype = next((each for each in _EIGHT_BITS if _holds(each, bounds)), None)
     return None if dtype is None else Unpacked(node, dtype, bounds)
+
+
+def _unshifted(effects: Effects, node: fx.Node) -> fx.Node | None:
+    """The integers that others are taken off, or added to."""
+    call = effects.calls[node]
+    if (
+        call is None
+        or call.name not in ("sub", "add")
+        or call.get("alpha", 1) != 1
+        or not isinstance(call.input, fx.Node)
+    ):
+        return None
+    source = effects.current(call.input, node)
+    return source if _count(source) == _count(node) else None
+
+
+def _less_unknown(effects: Effects, node: fx.Node) -> fx.Node:
+    """The integers before others of unknown size are taken off them."""
+    source: fx.Node | None = node
+    while source is not None and bounds_of(effects, source) is None:
+        source = _unshifted(effects, source)
+    return node if source is None else source
 
 
 def _count(node: fx.Node) -> int:
