@@ -207,3 +207,16 @@ def test_kernels_take_tensors_of_a_class_that_holds_no_others(requires_grad):
     assert [match.rewritten for match in lz.reports()[0].matches] == [True]
     assert found is Named
     torch.testing.assert_close(values, run(model, torch.float64)[1], atol=1e-5, rtol=1e-5)
+
+
+def test_results_that_are_made_of_other_tensors_are_left_with_a_reason():
+    def model(x):
+        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).values()
+
+    backend = Rewriting(lock={"norm": "torch.norm"}, strict=True)
+    x = torch.nested.nested_tensor([torch.randn(5, 32), torch.randn(3, 32)], layout=torch.jagged)
+    torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
+    assert [str(reason) for match in backend.report.matches for reason in match.reasons] == [
+        "[TENSOR_SUBCLASS] it gives a NestedTensor, which is made of other tensors; kernels give plain ones"
+    ]
+    assert not backend.report.events
