@@ -37,7 +37,7 @@ from benchmarks.publish import Publication, table_of
 from lz_compile.compile import measuring
 from lz_compile.ground import events, health
 from lz_compile.ground.fingerprint import source_hash
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.lowering import ops
 from lz_compile.runtime.choose.problem import Decision, Problem
 from lz_compile.runtime.choose.select import select

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lz_compile.ground.reasons import Reason
+    from lz_compile.ground.records import Reason
 
 
 class LayerZeroError(Exception):

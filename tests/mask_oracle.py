@@ -12,7 +12,7 @@ from canonical import without_places
 from graphs import Symbols, at, capture, effects_of, in_order, number_of, output_of, parameters_of, symbols
 from torch import Tensor, fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import Size, product, shape_of
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.view import tensor_of

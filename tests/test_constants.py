@@ -12,7 +12,7 @@ from graphs import capture, effects_of, output_of
 from mask_oracle import SIZES, asked, check, told
 from torch import Tensor, fx, nn
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.axes import fresh
 from lz_compile.passes.formula.expressions import Known

@@ -23,7 +23,7 @@ import lz_compile as lz
 from lz_compile.errors import DispatchTableError, OptionError
 from lz_compile.ground import events, machine
 from lz_compile.ground.hardware import hardware
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.runtime.choose import select
 from lz_compile.runtime.choose.problem import Problem
 from lz_compile.runtime.kernels import registry

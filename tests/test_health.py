@@ -13,7 +13,7 @@ import torch
 from lz_compile.errors import ArgumentError, KernelExecutionError, LayerZeroError, NoKernelFoundError
 from lz_compile.ground import events, health
 from lz_compile.ground.health import LIBRARY_LIMIT, OUT_OF_MEMORY_LIMIT, CircuitBreaker
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 
 ILLEGAL_ACCESS = RuntimeError("CUDA error: an illegal memory access was encountered")
 OUT_OF_MEMORY = [

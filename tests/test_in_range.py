@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lz_compile.passes.proof.in_range import InRange
+from lz_compile.passes.proof.running import InRange
 
 ROWS, PLACES = torch.randn(4, 3), torch.tensor([0, 3, 1])
 #: What is run with places, and one that is too large, or none in particular.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from lz_compile.lowering.masked_stores import choose_by_masks
+from lz_compile.lowering.spelled_for_inductor import choose_by_masks
 
 
 def negated_rows(x: Tensor, places: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from tiers import examples
 from torch import Tensor, fx
 from transformers import masking_utils
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula.axes import Axis, fresh
 from lz_compile.passes.graph.effects import Effects

@@ -21,7 +21,7 @@ from benchmarks import random_jobs
 from lz_compile.compile.options import split
 from lz_compile.errors import ArgumentError, OptionError, RanksDifferError
 from lz_compile.ground import events
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.runtime.choose.problem import Problem
 from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.policy import policy

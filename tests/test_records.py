@@ -6,8 +6,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from lz_compile.ground.reasons import Reason
-from lz_compile.ground.records import Record
+from lz_compile.ground.records import Reason, Record
 
 
 @dataclass(frozen=True)

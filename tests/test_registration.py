@@ -19,7 +19,7 @@ from torch import Tensor
 import lz_compile as lz
 from lz_compile.errors import RegistrationError, UnknownOperationError
 from lz_compile.ground import events, health
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
 from lz_compile.lowering.ops.attention import Operands, features, reference
 from lz_compile.runtime.kernels import registry

@@ -20,7 +20,7 @@ import lz_compile as lz
 from lz_compile.errors import FormulaError, KernelUnavailableError, UnknownOperationError
 from lz_compile.ground import events
 from lz_compile.ground.hardware import Hardware, generation_of
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.lowering import ops
 from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
 from lz_compile.lowering.kernels.attention import torch_sdpa

@@ -32,7 +32,7 @@ import lz_compile
 from lz_compile import GraphReport, Report, clear_reports, errors, explain, reports
 from lz_compile.backend import layerzero
 from lz_compile.ground import events
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.lowering import inductor
 from lz_compile.report import dump
 from lz_compile.report.findings import MissReport

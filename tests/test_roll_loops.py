@@ -315,6 +315,7 @@ def test_modules_are_changed_in_place_and_train():
     same([each.grad for each in module.parameters()], expected)
 
 
+@pytest.mark.usefixtures("proofs_of_results")
 def test_the_first_call_proves_where_no_example_is_given():
     module = lz.roll_loops(Stacked())
     x = torch.randn(2, 7, 4)
@@ -325,6 +326,7 @@ def test_the_first_call_proves_where_no_example_is_given():
     assert graphs.scans == 1
 
 
+@pytest.mark.usefixtures("proofs_of_results")
 def test_graphs_do_not_grow_with_time_and_one_compile_serves_all_lengths():
     module = proven()
     sizes = {steps: compiled(module, torch.randn(2, steps, 4))[1].nodes for steps in (16, 64)}
@@ -347,7 +349,7 @@ def rotated(q, k, decay):
     return torch.stack(found, 1), state
 
 
-@pytest.mark.usefixtures("no_code_generation")
+@pytest.mark.usefixtures("no_code_generation", "proofs_of_results")
 def test_calls_check_the_loops_own_state_and_none_of_what_those_call():
     """A guard for each helper, ours and PyTorch's, took 12 of 60 us in every call; what a user may change is still asked."""
 
@@ -389,6 +391,7 @@ def as_long_as_the_loop(x):
     return torch.stack(beliefs[1:], 1), torch.stack(states), torch.stack(means, 1)
 
 
+@pytest.mark.usefixtures("proofs_of_results")
 def test_one_compile_serves_lists_that_are_as_long_as_the_loop():
     rolled = lz.roll_loops(as_long_as_the_loop, torch.randn(2, 5, 3))
     torch._dynamo.reset()
@@ -413,6 +416,7 @@ def listed_backwards(x, first):
     return torch.stack(found, 1), torch.cat(others)
 
 
+@pytest.mark.usefixtures("proofs_of_results")
 def test_lists_that_are_filled_from_behind_or_repeat_several_items():
     one = [torch.zeros(2, 3)]
     rolled = lz.roll_loops(listed_backwards, torch.randn(2, 5, 3), one)
@@ -433,7 +437,7 @@ def scheduled(x, decay):
     return h
 
 
-@pytest.mark.usefixtures("no_code_generation")
+@pytest.mark.usefixtures("no_code_generation", "proofs_of_results")
 def test_a_number_that_changes_from_call_to_call_leaves_the_loop():
     rolled = lz.roll_loops(scheduled, torch.randn(2, 5, 3), 0.5)
     torch._dynamo.reset()
@@ -481,6 +485,7 @@ def test_complex_states_stay(caplog):
     same(torch.compile(rolled, backend="layerzero")(x, 0.5), scheduled(x, 0.5))
 
 
+@pytest.mark.usefixtures("proofs_of_results")
 def test_few_steps_are_traced_one_by_one():
     module = proven()
     x = torch.randn(2, 2, 4)
@@ -507,6 +512,7 @@ def test_a_kernel_takes_over_what_was_rolled():
     assert [(match.op, match.rewritten) for match in matches] == [("scan", True)]
 
 
+@pytest.mark.usefixtures("proofs_of_results")
 def test_closures_and_defaults_are_kept():
     factor = torch.tensor(0.5)
 
@@ -557,6 +563,7 @@ def decayed(x, m=None, start=None, first=0):
     return h
 
 
+@pytest.mark.usefixtures("proofs_of_results")
 def test_other_kinds_of_arguments_run_the_loop():
     x, h = torch.randn(2, 6, 3), torch.randn(2, 3)
     rolled = lz.roll_loops(decayed, x, x, h)
@@ -662,6 +669,7 @@ def ordered(x, s):
     return s["h"], s["c"]
 
 
+@pytest.mark.usefixtures("proofs_of_results")
 def test_keys_in_another_order_are_no_other_state():
     x, h, c = torch.randn(2, 6, 3), torch.randn(2, 3), torch.randn(2, 3)
     rolled = lz.roll_loops(ordered, x, {"h": h, "c": c})
@@ -680,6 +688,7 @@ def either(x, flag):
     return h
 
 
+@pytest.mark.usefixtures("proofs_of_results")
 def test_loops_that_the_example_does_not_come_to_are_told():
     x = torch.randn(2, 6, 3)
     with collect() as events:
@@ -727,6 +736,7 @@ def wrapped(x):
     return h
 
 
+@pytest.mark.usefixtures("proofs_of_results")
 def test_decorators_are_not_lost():
     x = torch.randn(2, 6, 3)
     with collect() as events:
@@ -735,6 +745,7 @@ def test_decorators_are_not_lost():
     assert runs_like(wrapped, rolled, x) == 1
 
 
+@pytest.mark.usefixtures("proofs_of_results")
 def test_copies_and_files_of_modules_are_modules_of_their_own():
     x = torch.randn(2, 6, 4)
     module = lz.roll_loops(Stacked(), x)
@@ -822,7 +833,7 @@ class Static(Base):
         return self.over(self.cell, x, x.new_zeros(x.shape[0], 4)) + self.twice(self.cell, x, x[:, 0])
 
 
-@pytest.mark.usefixtures("one_mode_of_training")
+@pytest.mark.usefixtures("one_mode_of_training", "proofs_of_results")
 @pytest.mark.parametrize(
     ("kind", "scans"),
     [pytest.param(Base, 1, marks=pytest.mark.thorough), (Derived, 1), (Named, 1), (Held, 1), (Static, 2)],
@@ -837,7 +848,7 @@ def test_functions_that_are_called_are_rolled_too(kind, scans):
     assert runs_like(plain, module, torch.randn(2, 9, 4)) == scans
 
 
-@pytest.mark.usefixtures("one_mode_of_training")
+@pytest.mark.usefixtures("one_mode_of_training", "proofs_of_results")
 def test_a_function_that_is_replaced_is_called():
     x = torch.randn(2, 6, 4)
     module = Held()
@@ -847,7 +858,7 @@ def test_a_function_that_is_replaced_is_called():
     same(module(x)[0], x * 2)
 
 
-@pytest.mark.usefixtures("one_mode_of_training")
+@pytest.mark.usefixtures("one_mode_of_training", "proofs_of_results")
 def test_loops_over_layers_are_no_loops_over_time():
     class Layers(nn.Module):
         def __init__(self) -> None:
@@ -928,7 +939,7 @@ def test_loops_that_were_unrolled_are_told(steps, told):
         assert "lz_compile.roll_loops(model)" in misses[0].edit
 
 
-@pytest.mark.usefixtures("no_code_generation")
+@pytest.mark.usefixtures("no_code_generation", "proofs_of_results")
 def test_a_report_shows_loops_that_were_rolled():
     module = proven()
     torch._dynamo.reset()
@@ -1127,7 +1138,7 @@ def compiled_loops(run):
     return found, [loop.steps for report in lz.reports() for loop in report.loops]
 
 
-@pytest.mark.usefixtures("no_code_generation")
+@pytest.mark.usefixtures("no_code_generation", "proofs_of_results")
 def test_a_long_loop_is_compiled_where_the_model_is_not():
     x, a = torch.randn(2, 400, 3), torch.rand(2, 400, 3)
     rolled = lz.roll_loops(decayed_over, x[:, :6], a[:, :6])
@@ -1143,7 +1154,7 @@ def test_a_long_loop_is_compiled_where_the_model_is_not():
     assert not loops  # gradients are recorded
 
 
-@pytest.mark.usefixtures("no_code_generation")
+@pytest.mark.usefixtures("no_code_generation", "proofs_of_results")
 def test_hooks_that_are_added_later_are_called():
     module, seen = proven(), []
     x = torch.randn(2, 300, 4)
@@ -1154,7 +1165,7 @@ def test_hooks_that_are_added_later_are_called():
     assert len(seen) == 300
 
 
-@pytest.mark.usefixtures("no_code_generation")
+@pytest.mark.usefixtures("no_code_generation", "proofs_of_results")
 def test_nothing_is_compiled_where_somebody_looks_on_or_nobody_asks():
     x, a = torch.randn(2, 400, 3), torch.rand(2, 400, 3)
     rolled = lz.roll_loops(decayed_over, x[:, :6], a[:, :6])
@@ -1171,6 +1182,7 @@ def test_nothing_is_compiled_where_somebody_looks_on_or_nobody_asks():
         same(found, decayed_over(x, a)[1])
 
 
+@pytest.mark.usefixtures("proofs_of_results")
 def test_a_loop_that_cannot_be_compiled_runs_step_by_step(monkeypatch):
     x, a = torch.randn(2, 400, 3), torch.rand(2, 400, 3)
     rolled = lz.roll_loops(decayed_over, x[:, :6], a[:, :6])
@@ -1186,7 +1198,7 @@ def test_a_loop_that_cannot_be_compiled_runs_step_by_step(monkeypatch):
     assert "no compiler" in events[0].message
 
 
-@pytest.mark.usefixtures("one_mode_of_training")
+@pytest.mark.usefixtures("one_mode_of_training", "proofs_of_results")
 def test_exported_programs_hold_a_scan_for_all_lengths():
     class Exported(nn.Module):
         def forward(self, x, a):
@@ -1351,6 +1363,7 @@ FOUND = {
 }  # fmt: skip
 
 
+@pytest.mark.usefixtures("proofs_of_results")
 @pytest.mark.parametrize("name", FOUND)
 def test_other_arguments_than_those_of_the_proof(name):
     function, example, others, scans = FOUND[name]
@@ -1428,7 +1441,7 @@ class Both(Left, Right):
     pass
 
 
-@pytest.mark.usefixtures("one_mode_of_training")
+@pytest.mark.usefixtures("one_mode_of_training", "proofs_of_results")
 def test_bases_are_those_of_the_class():
     x = torch.randn(2, 6, 4)
     module = Both()
@@ -1449,7 +1462,7 @@ class EitherOf(nn.Module):
         return self.left(x) if is_left else self.both(x)
 
 
-@pytest.mark.usefixtures("one_mode_of_training")
+@pytest.mark.usefixtures("one_mode_of_training", "proofs_of_results")
 def test_a_class_in_between_is_not_passed_over():
     x = torch.randn(2, 6, 4)
     module = EitherOf()

@@ -13,7 +13,7 @@ from torch import nn
 import lz_compile as lz
 from lz_compile.ground.events import collect
 
-pytestmark = pytest.mark.usefixtures("no_code_generation")
+pytestmark = pytest.mark.usefixtures("no_code_generation", "proofs_of_results")
 
 X = torch.randn(6, 3)
 

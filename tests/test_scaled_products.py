@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from lz_compile.lowering.scaled_products import spell_out_factors
+from lz_compile.lowering.spelled_for_inductor import spell_out_factors
 
 
 def running(mean: Tensor, a: Tensor, b: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from backends import Rewriting
 from torch import Tensor
 
@@ -38,6 +39,12 @@ SPELLINGS: dict[str, Spelling] = {
     "share, no keepdim": lambda s, v, t: (s.softmax(-1) @ v) * (s.logsumexp(-1) - t[..., 0]).sigmoid()[..., None],
     "share by a quotient": lambda s, v, t: (s.softmax(-1) @ v) / (1 + (t - s.logsumexp(-1, True)).exp()),
     "share by hand": _summed_by_hand,
+    "share by what is left": lambda s, v, t: (s.softmax(-1) @ v) * (1 - (t - s.logsumexp(-1, True)).sigmoid()),
+    "share by its logarithm": lambda s, v, t: (s.softmax(-1) @ v) * F.logsigmoid(s.logsumexp(-1, True) - t).exp(),
+    "share by a sum of logarithms": lambda s, v, t: (
+        (s.softmax(-1) @ v) * ((lse := s.logsumexp(-1, True)) - torch.logaddexp(lse, t)).exp()
+    ),
+    "probabilities by a sum of logarithms": lambda s, v, t: (s - torch.logaddexp(s.logsumexp(-1, True), t)).exp() @ v,
     "share of transposed rows": lambda s, v, t: (
         (s.softmax(-1) @ v).transpose(1, 2) * (s.logsumexp(-1, True) - t).sigmoid().transpose(1, 2)
     ).transpose(1, 2),

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 import lz_compile as lz
-from lz_compile.passes.graph.subclasses import inner_tensors, is_subclass, rebuilt
+from lz_compile.passes.graph.view import inner_tensors, is_subclass, rebuilt
 from tests.backends import Rewriting
 
 pytestmark = pytest.mark.usefixtures("no_preference")

@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from lz_compile.passes.graph.refusal import told
-from lz_compile.passes.graph.view import Call, read, tensor_of, value_of, where_of
+from lz_compile.passes.graph.refusal import told, where_of
+from lz_compile.passes.graph.view import Call, read, tensor_of, value_of
 from tests.graphs import call_named, calls, capture, output_of, placeholders
 
 aten = torch.ops.aten
@@ -54,6 +54,7 @@ SPELLINGS: Mapping[str, Spellings] = {
             lambda x, y: x.add(y),
             lambda x, y: torch.add(x, y),
             lambda x, y: torch.add(input=x, other=y),
+            lambda x, y: torch.add(x, y, out=None),
             lambda x, y: x.add(other=y),
             lambda x, y: aten.add.Tensor(x, y),
             lambda x, y: x.__add__(y),

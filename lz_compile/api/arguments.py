@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 
 from lz_compile.errors import ArgumentError
 from lz_compile.ground.hardware import default_device
-from lz_compile.ground.reasons import first_line
+from lz_compile.ground.records import first_line
 from lz_compile.ground.sizes import is_one
 
 #: What the elements of an operand are: floating-point numbers of 16 bits or more (``inexact``: or complex ones; ``stored``:
@@ -265,12 +265,12 @@ def is_plain(*tensors: Any) -> bool:
 
 def is_watched() -> bool:
     """Whether a mode or a transform looks on at every operation."""
-    return (
-        forward_ad._current_level >= 0
-        or torch._C._functorch.peek_interpreter_stack() is not None
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-    )
+    return is_transformed() or torch._C._len_torch_dispatch_stack() > 0 or torch._C._get_tracing_state() is not None
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func``, or forward-mode differentiation, looks on."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 #: Numbers of eight bits that are stored.

@@ -166,7 +166,7 @@ def _bind(
         return own
     if not is_exact:
         return partial(_by_length, names, plain.limits, known.limits, attributes)
-    return eager.guarded(kernel, partial(_through, kernel.call, attrs), own)
+    return eager.guarded(kernel.kernel_id, partial(_through, kernel.call, attrs), own)
 
 
 def _by_length(

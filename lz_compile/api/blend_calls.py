@@ -58,7 +58,7 @@ def _bind(
     if kernel is None or kernel.call is None:
         return _left
     own = partial(_own, is_residual=is_residual)
-    run = eager.guarded(kernel, partial(_through, kernel.call, attrs), own)
+    run = eager.guarded(kernel.kernel_id, partial(_through, kernel.call, attrs), own)
 
     def call(host: torch.Tensor, seed: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = run(host.reshape(shape), seed.reshape(shape), weight.reshape(alpha_shape))

@@ -21,7 +21,7 @@ from lz_compile.api.attention_arguments import Call, check
 from lz_compile.api.given import read
 from lz_compile.errors import KernelExecutionError, NoKernelFoundError
 from lz_compile.ground import events, health, hooks, memory
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.ops.attention import Operands
 from lz_compile.runtime.choose.calls import SDPA, eager_kernel, needs_compile
@@ -189,15 +189,15 @@ def layout(tensor: torch.Tensor | None) -> tuple[Any, ...] | None:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.requires_grad
 
 
-def guarded(kernel: KernelSpec, call: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
+def guarded(kernel_id: str, call: Callable[..., Any], own: Callable[..., Any]) -> Callable[..., Any]:
     """``call``, a kernel that is retired if it fails; the call is then completed by ``own``, PyTorch's, if policy lets it."""
     fallback_enabled = policy.current().settings.fallback_enabled
 
     def complete(*operands: Any, **named: Any) -> Any:
-        forget()
+        forget()  # every decision in which the kernel took part: it may be retired, or the memory may be full
         return own(*operands, **named)
 
-    return partial(health.guarded, kernel.kernel_id, call, complete, fallback_enabled=fallback_enabled)
+    return partial(health.guarded, kernel_id, call, complete, fallback_enabled=fallback_enabled)
 
 
 def _chosen(
@@ -271,7 +271,7 @@ class _Problem:
             run, kernel_id = partial(_canonical, kernel.call, self.attrs, self.mask_name), kernel.kernel_id
         if run is sdpa and settings.fallback_enabled and not settings.debug:
             return run
-        return partial(_guarded, kernel_id, run, sdpa, settings.fallback_enabled)
+        return partial(_unwrapped, guarded(kernel_id, run, sdpa))
 
     def _sdpa(self) -> Run:
         """What every kernel is measured against and falls back to: one call of C++ where it does without help."""
@@ -325,17 +325,12 @@ def _transposed(
     return run(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), mask).transpose(1, 2)
 
 
-def _guarded(
-    kernel_id: str, run: Run, sdpa: Run, fallback_enabled: bool, *operands: torch.Tensor | None
-) -> torch.Tensor:
-    def complete(*operands: torch.Tensor | None) -> torch.Tensor:
-        forget()  # every decision in which the kernel took part: it may be retired, or the memory may be full
-        return sdpa(*operands)
-
+def _unwrapped(run: Run, *operands: torch.Tensor | None) -> torch.Tensor:
+    """What a guarded call gives; a failure that an opaque operator tells itself is told once."""
     try:
-        return health.guarded(kernel_id, run, complete, *operands, fallback_enabled=fallback_enabled)
+        return run(*operands)
     except KernelExecutionError as error:
-        if isinstance(error.__cause__, KernelExecutionError):  # opaque operators say it themselves
+        if isinstance(error.__cause__, KernelExecutionError):
             raise error.__cause__ from error.__cause__.__cause__
         raise
 

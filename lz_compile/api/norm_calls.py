@@ -42,7 +42,7 @@ def _bind(asked: Norm, input: torch.Tensor, *weights: torch.Tensor | None) -> Ca
     kernel = eager.kernel_for("norm", attrs, facts, input.device, x.given())
     if kernel is None or kernel.call is None:
         return own
-    return eager.guarded(kernel, partial(_through, kernel.call, attrs, hidden), own)
+    return eager.guarded(kernel.kernel_id, partial(_through, kernel.call, attrs, hidden), own)
 
 
 def _own(asked: Norm, input: torch.Tensor, *weights: torch.Tensor | None) -> torch.Tensor:

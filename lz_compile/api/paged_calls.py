@@ -52,7 +52,7 @@ def _bind(x: Operands, attrs: PagedAttentionAttrs, is_traced: bool = False) -> C
         return own
     of_kernel = None if is_traced or facts.needs_grad else getattr(kernel.call, "bind", None)
     call = partial(_through, kernel.call, attrs) if of_kernel is None else of_kernel(x, attrs)
-    return eager.guarded(kernel, call, own)
+    return eager.guarded(kernel.kernel_id, call, own)
 
 
 def problem_of_call(x: Operands, attrs: PagedAttentionAttrs) -> tuple[PagedAttentionAttrs, PagedAttentionFacts]:

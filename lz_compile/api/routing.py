@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd import forward_ad
 
 from lz_compile.api import eager
-from lz_compile.api.arguments import PLAIN, Arguments, is_plain, remembered
+from lz_compile.api.arguments import PLAIN, Arguments, is_plain, is_transformed, remembered
 from lz_compile.api.routing_record import RoutingRecord
 from lz_compile.errors import ArgumentError, TransformUnsupportedError
 from lz_compile.ground.isolation import is_autocast
@@ -129,7 +128,7 @@ def _attributes(x: Operands, arm: Arm, threshold: float, out_dtype: torch.dtype)
 
 
 def _selected(x: Operands, attrs: RoutingAttrs) -> torch.Tensor:
-    if forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None:
+    if is_transformed():
         return _transformed(x, attrs)
     if not eager.has_choice("routing", x.x.device.type):
         return _own(x, attrs)
@@ -141,7 +140,7 @@ def _selected(x: Operands, attrs: RoutingAttrs) -> torch.Tensor:
     kernel = eager.kernel_for("routing", attrs, facts, x.x.device, proven if is_plain(*x.tensors) else None)
     if kernel is None or kernel.call is None:
         return _own(x, attrs)
-    found: torch.Tensor = eager.guarded(kernel, kernel.call, _own)(x, attrs)
+    found: torch.Tensor = eager.guarded(kernel.kernel_id, kernel.call, _own)(x, attrs)
     return found
 
 

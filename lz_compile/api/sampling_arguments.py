@@ -43,7 +43,7 @@ def bind(
     of_kernel = None if is_traced or needs_grad else getattr(kernel.call, "bind", None)
     call = None if of_kernel is None else of_kernel(x, attrs)
     call = partial(kernel.call, attrs=attrs) if call is None else call
-    return eager.guarded(kernel, call, own)
+    return eager.guarded(kernel.kernel_id, call, own)
 
 
 def _selected(x: Operands, result: Result, out_dtype: torch.dtype) -> torch.Tensor:

@@ -11,10 +11,9 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import torch
-from torch.autograd import forward_ad
 
 from lz_compile.api import eager
-from lz_compile.api.arguments import PLAIN, Arguments, is_plain
+from lz_compile.api.arguments import PLAIN, Arguments, is_plain, is_transformed
 from lz_compile.lowering.kernel_operator import call_operator
 from lz_compile.lowering.ops import scan as op
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs, ScanFacts, ScanSizes
@@ -62,14 +61,13 @@ def _bind(
         return own
     bind = None if is_traced or needs_grad else getattr(kernel.call, "bind", None)
     call = partial(_through, kernel.call, attrs) if bind is None else partial(_turned, bind(x, attrs))
-    return eager.guarded(kernel, call, own)
+    return eager.guarded(kernel.kernel_id, call, own)
 
 
 def _chosen(x: Operands, attrs: ScanAttrs, *, is_traced: bool = False) -> tuple[KernelSpec | None, bool]:
     """The kernel for operands, None for PyTorch's operations; and whether gradients are wanted."""
-    is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
     facts = facts_of_call(x)
-    if is_transformed or 0 in (facts.batch, facts.heads, facts.length, facts.key_dim, facts.value_dim):
+    if is_transformed() or 0 in (facts.batch, facts.heads, facts.length, facts.key_dim, facts.value_dim):
         return None, facts.needs_grad
     return eager.kernel_for("scan", attrs, facts, x.like.device, None if is_traced else x.given()), facts.needs_grad
 
@@ -90,7 +88,7 @@ def by_address(
     bind = None if kernel is None or needs_grad else getattr(kernel.call, "bind", None)
     if kernel is None or bind is None:
         return own
-    return eager.guarded(kernel, partial(called, bind(x, attrs, *shapes)), own)
+    return eager.guarded(kernel.kernel_id, partial(called, bind(x, attrs, *shapes)), own)
 
 
 def is_view(operand: torch.Tensor | None, of: torch.Tensor | None) -> bool:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from torch import fx
 
 from lz_compile.compile.problems import left_as, of_match, symbolic_sizes
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.store import Store
 from lz_compile.lowering import configured
 from lz_compile.passes.fusion.fusion import Fusion

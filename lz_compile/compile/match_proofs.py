@@ -5,9 +5,8 @@ from __future__ import annotations
 from lz_compile.compile.stages import State, timed
 from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
-from lz_compile.ground.reasons import Reason
-from lz_compile.passes.graph.subclasses import is_subclass
-from lz_compile.passes.graph.view import tensor_of
+from lz_compile.ground.records import Reason
+from lz_compile.passes.graph.view import is_subclass, tensor_of
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.report.report import MatchReport
 from lz_compile.runtime.kernels.kernel import KernelSpec

@@ -13,7 +13,7 @@ from torch import fx
 from lz_compile.compile import reading, replacing, row_bits
 from lz_compile.compile.options import Options
 from lz_compile.compile.stages import Scans, Stage, State, run
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.passes.editing.dead import drop_dead, drop_dead_of_loops
 from lz_compile.passes.editing.edit import Edit, RefutedError

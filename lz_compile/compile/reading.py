@@ -13,7 +13,7 @@ from torch import fx
 
 from lz_compile.compile.stages import State
 from lz_compile.ground import events
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.lowering import frames
 from lz_compile.passes.editing.edit import Edit, RefutedError, Rewrite, apply_places
 from lz_compile.passes.editing.merge import merge_met

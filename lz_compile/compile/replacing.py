@@ -16,7 +16,7 @@ from lz_compile.compile.own_calls import selects_itself, with_own_kernel
 from lz_compile.compile.stages import State, timed
 from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.lowering import configured, frames
 from lz_compile.passes.editing.edit import Rewrite, apply
 from lz_compile.passes.editing.edit_proof import unlike_loop

@@ -12,8 +12,8 @@ from lz_compile.ground import events
 from lz_compile.lowering import frames, ops, rows
 from lz_compile.passes.editing.edit import MayEdit
 from lz_compile.passes.graph.modes import Ambient, ambient_of, grad_enabled
-from lz_compile.passes.graph.refusal import module_of
-from lz_compile.passes.graph.view import read, tensor_of, where_of
+from lz_compile.passes.graph.refusal import module_of, where_of
+from lz_compile.passes.graph.view import read, tensor_of
 from lz_compile.passes.proof.row_dependence import why_dependent
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.policy.resolved import Policy

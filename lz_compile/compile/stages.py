@@ -14,7 +14,7 @@ from lz_compile.compile.choices import Choices
 from lz_compile.compile.options import Options
 from lz_compile.errors import USER_ERRORS, RewriteFailedError
 from lz_compile.ground import events, telemetry
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.passes.editing.edit import Rewrite, apply
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss

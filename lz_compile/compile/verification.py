@@ -20,7 +20,7 @@ from lz_compile.compile.options import Options
 from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
 from lz_compile.ground.isolation import Outside, generators, isolated
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.proof.agreement import SLACK, TOLERANCE
 from lz_compile.passes.proof.trial_run import weights_of

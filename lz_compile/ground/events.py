@@ -12,8 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from lz_compile.ground import telemetry
-from lz_compile.ground.reasons import first_line
-from lz_compile.ground.records import Record
+from lz_compile.ground.records import Record, first_line
 
 logger = logging.getLogger("lz_compile")
 

@@ -26,8 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lz_compile.errors import ArgumentError, KernelExecutionError
 from lz_compile.ground import events, hooks
-from lz_compile.ground.reasons import Reason
-from lz_compile.ground.records import Record
+from lz_compile.ground.records import Reason, Record
 
 T = TypeVar("T")
 

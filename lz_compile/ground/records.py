@@ -1,10 +1,10 @@
-"""Records: dataclasses that are told as stable JSON, all in the same way."""
+"""Records: dataclasses that are told as stable JSON, all in the same way; and reasons, why something was not done."""
 
 from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 if TYPE_CHECKING:
@@ -38,3 +38,22 @@ def plain(value: Any) -> Any:
     if isinstance(value, (set, frozenset)):
         return sorted(value)
     return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def first_line(error: BaseException | str) -> str:
+    """What an error says, without the details that follow."""
+    return str(error).strip().partition("\n")[0]
+
+
+@dataclass(frozen=True)
+class Reason(Record):
+    """Why something was not done, as a code for machines and a sentence for people.
+
+    ``code`` is stable and machine-readable, ``message`` names the values that led to it.
+    """
+
+    code: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"[{self.code}] {self.message}"

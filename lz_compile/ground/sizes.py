@@ -48,9 +48,20 @@ def _equal(shapes: Any) -> Mapping[sympy.Expr, sympy.Symbol]:
 _KNOWN: WeakKeyDictionary[Any, tuple[int, Mapping[sympy.Expr, sympy.Symbol]]] = WeakKeyDictionary()
 
 
+def is_guarded_from_zero(value: torch.SymInt) -> bool:
+    """Whether a guard says that a number is not negative, as where a slice begins at a difference of sizes."""
+    least = sympy.Ge(value.node.expr, 0)
+    return any(least in sympy.And.make_args(guard.expr) for guard in value.node.shape_env.guards)
+
+
 def shape_of(tensor: torch.Tensor) -> Shape:
     """The shape of a (fake) tensor without guarding on symbolic extents."""
     return tuple(as_size(size) for size in tensor.shape)
+
+
+def strides_of(tensor: torch.Tensor) -> Shape:
+    """The strides of a (fake) tensor, likewise."""
+    return tuple(map(as_size, tensor.stride()))
 
 
 def product(sizes: Iterable[Size]) -> Size:

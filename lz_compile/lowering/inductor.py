@@ -33,7 +33,6 @@ from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.lowering.configured import configuration, let_subclasses_in
 from lz_compile.lowering.cpp_builds import element_by_element, kernels_joined, know_instructions
 from lz_compile.lowering.frames import RESTARTS, allow_counters, apart
-from lz_compile.lowering.masked_stores import choose_by_masks
 from lz_compile.lowering.overwritten_inputs import (
     copy_what_is_overwritten,
     hand_over_copies,
@@ -41,7 +40,7 @@ from lz_compile.lowering.overwritten_inputs import (
     keep_what_was,
 )
 from lz_compile.lowering.regions import has_regions, untangle, writing_to_no_operand
-from lz_compile.lowering.scaled_products import spell_out_factors
+from lz_compile.lowering.spelled_for_inductor import choose_by_masks, spell_out_factors
 
 
 class _Fingerprint(CustomGraphPass):

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from lz_compile.ground.reasons import Reason
-from lz_compile.ground.records import Record
+from lz_compile.ground.records import Reason, Record
 from lz_compile.passes.graph.refusal import module_of
 
 if TYPE_CHECKING:

@@ -16,10 +16,11 @@ import torch
 from torch import fx
 
 from lz_compile.ground import events
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.lowering import frames
 from lz_compile.passes.formula.contraction import PRODUCTS
-from lz_compile.passes.graph.view import read, where_of
+from lz_compile.passes.graph.refusal import where_of
+from lz_compile.passes.graph.view import read
 from lz_compile.report.findings import MissReport
 from lz_compile.report.report import GraphReport
 

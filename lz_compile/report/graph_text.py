@@ -14,8 +14,8 @@ from torch import fx
 from torch.fx.graph import dtype_abbrs  # type: ignore[attr-defined]  # it is there, and tests use it
 
 from lz_compile.ground import events
-from lz_compile.passes.graph.refusal import modules_of, path_of, source_of
-from lz_compile.passes.graph.view import EMITTED, target_name, value_of, where_of
+from lz_compile.passes.graph.refusal import modules_of, path_of, source_of, where_of
+from lz_compile.passes.graph.view import EMITTED, target_name, value_of
 from lz_compile.report.layout import short
 
 #: Letters of a constant that are shown.

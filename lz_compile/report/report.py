@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lz_compile.ground import health
 from lz_compile.ground.events import Event
-from lz_compile.ground.reasons import Reason
-from lz_compile.ground.records import Record, Shown, plain
+from lz_compile.ground.records import Reason, Record, Shown, plain
 from lz_compile.passes.graph.refusal import module_of, modules_of
 from lz_compile.report.findings import LayersReport, LoopReport, MissReport, ModuleReport
 from lz_compile.report.graph_text import statements

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import msgspec
 
 from lz_compile.errors import ArgumentError
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.report.findings import LayersReport, LoopReport, MissReport, ModuleReport
 
 #: Levels of lists and objects in a report at most; one of ours has ten.

@@ -21,8 +21,7 @@ from lz_compile import __version__
 from lz_compile.ground import health
 from lz_compile.ground.events import Event
 from lz_compile.ground.hardware import Hardware, default_device, hardware
-from lz_compile.ground.reasons import Reason, first_line
-from lz_compile.ground.records import Record, Shown
+from lz_compile.ground.records import Reason, Record, Shown, first_line
 from lz_compile.lowering import ops
 from lz_compile.report.files import environment
 from lz_compile.report.report import reports

@@ -22,8 +22,7 @@ from lz_compile.errors import LayerZeroError
 from lz_compile.ground import events
 from lz_compile.ground.events import Event
 from lz_compile.ground.isolation import isolated
-from lz_compile.ground.reasons import Reason
-from lz_compile.ground.records import Shown
+from lz_compile.ground.records import Reason, Shown
 from lz_compile.lowering import frames
 from lz_compile.report.graph_breaks import GraphBreaks, Watch
 from lz_compile.report.report import GraphReport, Report

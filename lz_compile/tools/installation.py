@@ -22,8 +22,7 @@ from lz_compile.ground import events, machine
 from lz_compile.ground.events import Event
 from lz_compile.ground.files import cache_directory
 from lz_compile.ground.hardware import default_device
-from lz_compile.ground.reasons import Reason, first_line
-from lz_compile.ground.records import Record
+from lz_compile.ground.records import Reason, Record, first_line
 from lz_compile.lowering import inductor, ops
 from lz_compile.runtime.kernels import libraries, registry
 from lz_compile.runtime.kernels.kernel import KernelSpec

@@ -10,7 +10,7 @@ from lz_compile.api.given import Given, check_operation, read
 from lz_compile.errors import ArgumentError, TrialError, UnknownKernelError
 from lz_compile.ground import health
 from lz_compile.ground.isolation import isolated
-from lz_compile.ground.reasons import Reason, first_line
+from lz_compile.ground.records import Reason, first_line
 from lz_compile.lowering import inductor, ops
 from lz_compile.passes.proof.eager_proof import OperandTrial, UndefinedError, copied, tensors_of
 from lz_compile.runtime.kernels.kernel import KernelSpec

@@ -11,7 +11,6 @@ from builtins import (  # noqa: UP029
     isinstance,
     len,
     list,
-    map,
     max,
     min,
     next,
@@ -29,6 +28,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, arange, is_autocast_enabled
 from torch import bool as truth
+from torch.compiler import is_compiling
 from torch.fx.experimental.symbolic_shapes import has_static_value
 
 from lz_compile.api.rolling.syntax import NotRolledError
@@ -193,13 +193,12 @@ def items_of(
         NotRolledError: it is none, for what is read is no tensor, or places are from its end, or not even.
     """
     tensor, dim, place, function, end, _ = given
-    if tensor is None or not any(_reads_it(given, answers)):
+    if tensor is None or True not in _reads_it(given, answers):
         return None
     if isinstance(tensor, Counted):
         return arange(steps, device=device) * tensor.step + tensor.start
     _is_tensor(tensor)
-    problem = _problem(given, ranges, steps, answers)
-    if problem:
+    if not is_compiling() and (problem := _problem(given, ranges, steps, answers)):  # compiled, `kind_of` has asked
         raise NotRolledError(problem)
     dim = dim if dim >= 0 else dim + tensor.dim()
     if place is None or function is None:
@@ -220,7 +219,7 @@ def items_of(
     found = found.movedim(dim, 0)
     found = found if end is None else found.unsqueeze(dim + 1)
     reads = _reads_it(given, answers)
-    return found if all(reads) else Items(found, reads)
+    return Items(found, reads) if False in reads else found
 
 
 def _steps_reading(given: Given, steps: int, answers: Answers) -> tuple[int, int]:
@@ -231,6 +230,8 @@ def _steps_reading(given: Given, steps: int, answers: Answers) -> tuple[int, int
 
 def _reads_it(given: Given, answers: Answers) -> tuple[bool, bool, bool]:
     """Whether the first step reads something, those after it, and the last, as far as a counter tells."""
+    if not given[5]:  # as nearly always, and Dynamo takes 10 ms for what follows
+        return True, True, True
     first, between, last = (all(each[i] == wanted for i, wanted in given[5]) for each in answers)
     return first, between, last
 
@@ -238,7 +239,7 @@ def _reads_it(given: Given, answers: Answers) -> tuple[bool, bool, bool]:
 def _problem(given: Given, ranges: Sequence[Counted], steps: int, answers: Answers) -> str:
     """Why places of a tensor or list are not those of a scan."""
     held, dim, place, function, end, _ = given
-    if place is None or function is None or not any(_reads_it(given, answers)):
+    if place is None or function is None or True not in _reads_it(given, answers):
         return ""
     lowest, highest = _steps_reading(given, steps, answers)
     first, by, count = ranges[place].start + ranges[place].step * lowest, ranges[place].step, highest - lowest
@@ -280,11 +281,10 @@ def kind_of(facts: Facts) -> str | None:
         if where is None:
             return None
         text += where
-    for each in (*carried, *(tensor for tensor, *_ in reads)):
-        text += " " + _pattern(each)
-    if not all(map(_is_taken, (*carried, *(tensor for tensor, *_ in reads), *free))):
-        return None
-    for each in leaves(free):
+    for each in (*carried, *[given[0] for given in reads], *free):
+        if not _is_taken(each):
+            return None
+    for each in (*carried, *[given[0] for given in reads], *leaves(free)):
         text += " " + _pattern(each)
     for answer in (
         *answers[0],

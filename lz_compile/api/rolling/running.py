@@ -6,7 +6,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,17 @@ from lz_compile.passes.graph.writes import WithoutEffects
 EAGER_STEPS = 256
 #: What Dynamo traces: loops as they are, trials of scans, or those that were proven.
 LOOPS, TRIAL, SCANS = "loops", "trial ", "scans"
+
+
+class Run(NamedTuple):
+    """A scan, as :func:`~lz_compile.api.rolling.scanning.scanned` takes it."""
+
+    step: Step
+    init: tuple[Any, ...]
+    answers: Answers
+    items: Sequence[Tensor | Items | None]
+    steps: int
+    peels: bool
 
 
 @dataclass
@@ -173,53 +184,35 @@ class Support:
                 self.refuse(*self.places[key], str(error))
             raise
 
-    def scan(
-        self,
-        key: int,
-        step: Step,
-        init: tuple[Any, ...],
-        answers: Answers,
-        items: Sequence[Tensor | Items | None],
-        steps: int,
-        peels: bool,
-        there: Sequence[int],
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def scan(self, key: int, run: Run, there: Sequence[int]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """A scan where nothing is compiled; ``there`` are the places of what steps hand out."""
         if self.is_tried:
-            carry, ys = self._tried(key, step, init, answers, items, steps, peels)
+            carry, ys = self._tried(key, run)
             pairs = zip(there, ys, strict=True)
             self.whole.update({(key, i): y.dtype for i, y in pairs if not y.dtype.is_floating_point})
             return carry, ys
-        whole = [self.whole.get((key, i)) for i in there]
-        return self._compiled(key, step, init, answers, items, steps, peels or key in self.peeled, whole, self.chunk)
+        peeled = run._replace(peels=run.peels or key in self.peeled)
+        return self._compiled(key, peeled, [self.whole.get((key, i)) for i in there])
 
-    def _compiled(self, key: int, step: Step, init: Any, answers: Any, items: Any, *given: Any) -> tuple[Any, Any]:
+    def _compiled(self, key: int, run: Run, whole: Sequence[torch.dtype | None]) -> tuple[Any, Any]:
         """The scan of a model that is not compiled; step by step where it cannot be."""
         if key not in self.compiled:
             code = scanned.__code__.replace()  # of its own: Dynamo counts how often it compiles one
             function = types.FunctionType(code, scanned.__globals__, scanned.__name__)
             self.compiled[key] = torch.compile(function, backend="layerzero", dynamic=True)
-        run = self.compiled[key]
+        compiled = self.compiled[key]
         try:
-            assert run is not None, "one that failed is not rolled again"
-            carry, ys = run(step, init, answers, items, *given)
+            assert compiled is not None, "one that failed is not rolled again"
+            carry, ys = compiled(*run, whole, self.chunk)
             return carry, ys
         except Exception as error:  # noqa: BLE001  # whatever a compiler says, the steps are what they are
             self.compiled[key] = None
             record("LOOP_NOT_COMPILED", f"the loop at {self.where(key)}", error)
-        return self._tried(key, step, init, answers, items, given[0], given[1])
+        return self._tried(key, run)
 
-    def _tried(
-        self,
-        key: int,
-        step: Step,
-        init: tuple[Any, ...],
-        answers: Answers,
-        items: Sequence[Tensor | Items | None],
-        steps: int,
-        peels: bool,
-    ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    def _tried(self, key: int, run: Run) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """The scan's own semantics, in Python: what is carried has the same shape and dtype in every step."""
+        step, init, answers, items, steps, peels = run
         if steps < LEAST_STEPS:
             raise NotRolledError(f"{steps} steps were tried, which is fewer than {LEAST_STEPS}")
         carry, out = init, []

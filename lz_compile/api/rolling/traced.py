@@ -57,7 +57,7 @@ from lz_compile.api.rolling.rows import (
     stack,
     turned,
 )
-from lz_compile.api.rolling.running import LOOPS, SCANS, Support
+from lz_compile.api.rolling.running import LOOPS, SCANS, Run, Support
 from lz_compile.api.rolling.scanning import Step, scanned
 from lz_compile.api.rolling.syntax import NotRolledError
 
@@ -264,7 +264,7 @@ def _scan(
         peels = peels or is_peeled(known, key)
         carry, ys = scanned(step, init, answers, items, steps, peels, whole, chunk_of(known))
     else:
-        carry, ys = known.scan(key, step, init, answers, items, steps, peels, there)
+        carry, ys = known.scan(key, Run(step, init, answers, items, steps, peels), there)
     left = list(ys)
     return carry, tuple([left.pop(0) if flag else None for flag, _ in handed])
 

@@ -23,7 +23,10 @@ def leaves(tree: Any) -> list[Any]:
         return [tree]
     kind = type(tree)
     if kind is tuple or kind is list:
-        return [leaf for each in tree for leaf in leaves(each)]
+        found: list[Any] = []
+        for each in tree:  # most are leaves, and Dynamo takes 3 ms for each call
+            found += [each] if isinstance(each, _LEAVES) else leaves(each)
+        return found
     if kind is dict:
         return [leaf for each in tree.values() for leaf in leaves(each)]
     return list(tree_leaves(tree))
@@ -37,7 +40,7 @@ def structure(tree: Any) -> str:
     if kind is tuple or kind is list:
         text = "(" if kind is tuple else "["
         for each in tree:
-            text += structure(each) + ","
+            text += "*," if isinstance(each, _LEAVES) else structure(each) + ","
         return text
     if kind is dict:
         text = "{"

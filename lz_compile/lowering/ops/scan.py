@@ -209,10 +209,14 @@ def factor_kind(operand: torch.Tensor | None) -> DecayKind:
     """What a decay, or a summand, has one number for."""
     if operand is None:
         return "none"
-    rows, columns = (not is_one(size) for size in operand.shape[3:])
-    if rows:
-        return "full" if columns else "key"
-    return "value" if columns else "scalar"
+    return kind_of(*(not is_one(size) for size in operand.shape[3:]))
+
+
+def kind_of(has_rows: bool, has_columns: bool) -> DecayKind:
+    """The kind of what differs from row to row of the state, from column to column, from both or from neither."""
+    if has_rows:
+        return "full" if has_columns else "key"
+    return "value" if has_columns else "scalar"
 
 
 def facts_of(x: Operands) -> ScanFacts:

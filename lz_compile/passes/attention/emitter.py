@@ -10,7 +10,7 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import Size
 from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
 from lz_compile.lowering.ops.attention import SHAPES, Operands
@@ -88,6 +88,7 @@ class AttentionEmitter(TableEmitter):
     sees_keys: bool = False
     distance: sympy.Expr = sympy.S.Zero
     value_gain: sympy.Expr = sympy.S.One
+    largest: float = 12.0
     mask_label: str = ""
     mask_reasons: tuple[Reason, ...] = ()
 
@@ -223,12 +224,17 @@ class AttentionEmitter(TableEmitter):
         parts = []
         for factor in sympy.Mul.make_args(self.keep):
             flag = next(iter(factor.free_symbols))
-            value = builder.arrange(builder.value(self.region.leaves[flag].node), self.region.leaves[flag].dims, groups)
+            value = self._flag(builder, flag, groups)
             parts.append(value if factor == flag else torch.logical_not(value))
         mask = parts[0]
         for part in parts[1:]:
             mask = torch.logical_and(mask, part)
         return mask
+
+    def _flag(self, builder: Builder, flag: sympy.Symbol, groups: tuple[tuple[Axis, ...], ...]) -> Any:
+        leaf = self.region.leaves[flag]
+        value = builder.arrange(builder.value(leaf.node), leaf.dims, groups)
+        return value if known_tensor(leaf.node).dtype == torch.bool else value != 0
 
     def _wide(self) -> torch.dtype:
         return torch.promote_types(self.attrs.score_dtype, torch.float32)
@@ -238,12 +244,11 @@ class AttentionEmitter(TableEmitter):
         flags = indicators(expression)
         if not flags:
             return builder.evaluate(expression, self.region.leaves, groups, self._wide())
-        leaf = self.region.leaves[flags[0]]
         on, off = (
             self._piecewise(builder, sympy.expand(expression.xreplace({flags[0]: value})), groups)
             for value in (sympy.S.One, sympy.S.Zero)
         )
-        return torch.where(builder.arrange(builder.value(leaf.node), leaf.dims, groups), on, off)
+        return torch.where(self._flag(builder, flags[0], groups), on, off)
 
     def result(self, builder: Builder, value: Any) -> Any:
         """The kernel's ``[B, H, S, E]`` in the layout and dtype of the node that it replaces."""
@@ -278,6 +283,7 @@ class AttentionEmitter(TableEmitter):
         )
         trial = Trial(
             limited=frozenset((*self.roles.features, *self.roles.value_features)),
+            largest=self.largest,
             masked_rows_count=not (self.is_undefined_when_masked or self.sees_keys),
             # What SDPA's own backward gives for rows that a finite bias masks completely depends on its implementation.
             masked_rows_are_finite=(source_kernel is None or self.bias == 0)

@@ -5,7 +5,9 @@ Whoever asks says what masks mean, and makes the match, since another op may say
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import fx
 
@@ -67,7 +69,7 @@ def _read(effects: Effects, node: fx.Node, masks: Masks, finish: Finish) -> Matc
         return _reshaped(effects, call, *found)
     if call.name == _CALL:
         return match_sdpa_call(effects, call, masks, finish)
-    return recogniser.recognise(effects, call, lambda read: _matched(read, masks, finish))
+    return recogniser.recognise(effects, call, lambda read: _matched(read, masks, finish), masks.flag)
 
 
 def _matched(read: Weighing, masks: Masks, finish: Finish) -> Match:
@@ -81,6 +83,8 @@ def _matched(read: Weighing, masks: Masks, finish: Finish) -> Match:
     emitter = assign_roles(read)
     window = windowed(emitter, masks)
     emitter = window or simplify(emitter, masks)
+    flags = [masks.flag(leaf.node) or () for symbol, leaf in region.leaves.items() if symbol.is_integer]
+    emitter = replace(emitter, buffers=tuple(dict.fromkeys(itertools.chain(emitter.buffers, *flags))))
     if emitter.floor is not None and emitter.bias != 0 and not emitter.sees_keys and emitter.needs_grad():
         raise RefusedError(
             "FLOORED_GRADIENT",

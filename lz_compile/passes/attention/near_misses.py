@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.attention import scores
 from lz_compile.passes.attention.scores import FAR, is_product, is_weight, mixed_scores, path_to, scores_behind
@@ -24,8 +24,16 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_
 from lz_compile.passes.formula.contraction import is_distance
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import OUT_OF_PLACE, MutatedError, NearMiss, RefusedError, refusal_of, told
-from lz_compile.passes.graph.view import EMITTED, Call, is_floating, known_tensor, reached, tensor_of, where_of
+from lz_compile.passes.graph.refusal import (
+    OUT_OF_PLACE,
+    MutatedError,
+    NearMiss,
+    RefusedError,
+    refusal_of,
+    told,
+    where_of,
+)
+from lz_compile.passes.graph.view import EMITTED, Call, is_floating, known_tensor, reached, tensor_of
 
 _NORMALISED = frozenset({"softmax", "log_softmax"})
 _EXPONENTIALS = frozenset({"exp", "exp2"})

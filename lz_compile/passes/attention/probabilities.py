@@ -3,7 +3,7 @@
 ``softmax(s)``, ``exp(log_softmax(s))``, ``exp(s - logsumexp(s))``, ``exp(s - max) / sum(exp(s - max))`` and
 ``m * exp(s) / sum(m * exp(s))`` are the same function of the scores ``s``, up to a mask ``m``. So are, with one more score
 ``t`` that has no value, ``softmax(cat(s, t))[:-1]``, ``exp(s) / (exp(t) + sum(exp(s)))`` and
-``softmax(s) * sigmoid(logsumexp(s) - t)``.
+``softmax(s) * sigmoid(logsumexp(s) - t)``. Probabilities that are divided by their sum once more are what ``exp(s)`` is.
 """
 
 from __future__ import annotations
@@ -58,9 +58,12 @@ def read(region: Region, node: fx.Node, dims: Dims, reader: fx.Node, keys: tuple
     expression, dropout_p = _strip_dropout(expression)
     expression, zero_rows = _strip_nan_to_num(region, expression)
     normalised = _softmax_leaf(region, expression)
-    if normalised is not None:
+    is_divided = normalised is not None and any(
+        _is_of_softmax(region, each) for each in _sums(region, expression, keys)
+    )
+    if normalised is not None and not is_divided:
         found = _from_softmax(region, expression, normalised, keys)
-    elif any(region.axes_in(each) & set(atoms(keys)) for each in expression.atoms(sympy.exp)):
+    elif is_divided or any(region.axes_in(each) & set(atoms(keys)) for each in expression.atoms(sympy.exp)):
         found = _from_exponential(region, expression, dims, keys)
     else:
         return None
@@ -173,22 +176,28 @@ def _from_softmax(
             "multiply the values by the softmax itself",
         )
     sink = _without_sink(region.effects, leaf)
-    node = leaf.node if sink is None else sink[0]
+    call = _softmax_over(region, leaf, leaf.node if sink is None else sink[0], keys)
+    if sink is not None:
+        return _with_sink(region, leaf, sink[1], gain)
+    return Probabilities(region.express(call.input, leaf.dims, call.node), leaf.dims, gain)
+
+
+def _softmax_over(region: Region, leaf: Leaf, node: fx.Node, keys: tuple[Axis, ...]) -> Call:
+    """The softmax of a leaf.
+
+    Raises:
+        RefusedError: it is over another axis than the keys.
+    """
     call = region.effects.calls[node]
     assert call is not None, "a softmax leaf is a call"
-    rank = len(leaf.dims)
     dim = call.get("dim")
-    axis = -1 if dim is None else dim % rank
-    if set(atoms(leaf.dims[axis])) != set(atoms(keys)):
+    if set(atoms(leaf.dims[-1 if dim is None else dim % len(leaf.dims)])) != set(atoms(keys)):
         raise RefusedError(
             "SOFTMAX_OTHER_AXIS",
             "the softmax runs over another axis than the one that meets the values",
             "take the softmax over the keys",
         )
-    if sink is not None:
-        return _with_sink(region, leaf, sink[1], gain)
-    scores = region.express(call.input, leaf.dims, node)
-    return Probabilities(scores, leaf.dims, gain)
+    return call
 
 
 def _with_sink(region: Region, leaf: Leaf, joined: fx.Node, gain: sympy.Expr) -> Probabilities:
@@ -218,17 +227,29 @@ def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: 
     total = sums[0]
     summand = _summand(region, total, dims, keys)
     is_logarithm = _is_logarithm(region, total)
+    given, (expression, summand) = expression, (_as_exponential(region, each, keys) for each in (expression, summand))
     gain, sinks = _ratio(region, expression, total, summand, keys)
+    if sinks is not None and given != expression:  # it is one beside probabilities, no exponentials
+        raise RefusedError(
+            "EPSILON_IN_DENOMINATOR", "a number is added to the sum of probabilities", "divide by the sum"
+        )
     scores, keep = _logarithm(summand)
-    return Probabilities(
-        scores,
-        dims,
-        gain,
-        keep,
-        sinks=sinks,
-        is_exponential=not is_logarithm,
-        rounds_masked_rows=is_logarithm,
-    )
+    told = {"is_exponential": not is_logarithm, "rounds_masked_rows": is_logarithm}
+    return Probabilities(scores, dims, gain, keep, sinks=sinks, **told)
+
+
+def _is_of_softmax(region: Region, total: sympy.Symbol) -> bool:
+    node = region.leaves[total].node
+    return any(region.reaches(each, frozenset({"softmax"}), node) for each in node.all_input_nodes)
+
+
+def _as_exponential(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> sympy.Expr:
+    """The expression with exponentials in the place of a softmax: what makes the difference cancels out of a ratio."""
+    symbol = _softmax_leaf(region, expression)
+    if symbol is None or (leaf := region.leaves[symbol]).kind != "softmax":
+        return expression
+    call = _softmax_over(region, leaf, leaf.node, keys)
+    return expression.xreplace({symbol: sympy.exp(region.express(call.input, leaf.dims, call.node))})
 
 
 def divided_by_sum(
@@ -279,7 +300,7 @@ def _beside_sink(
 ) -> tuple[sympy.Expr, sympy.Expr]:
     """What :func:`_ratio` gives where something is added to the sum."""
     given = {total: sympy.log(_WHOLE) if _is_logarithm(region, total) else _WHOLE}
-    inverse = sympy.powsimp(sympy.expand(sympy.powsimp(sympy.expand((summand / expression).xreplace(given)))))
+    inverse = sympy.expand(sympy.cancel(sympy.expand_power_exp((summand / expression).xreplace(given))))
     slope = sympy.simplify(sympy.diff(inverse, _WHOLE))
     added = sympy.powsimp(sympy.expand(inverse.xreplace({_WHOLE: sympy.S.Zero}) / slope))
     try:
@@ -366,7 +387,7 @@ def _logarithm(summand: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
         if isinstance(factor, sympy.exp):
             scores += factor.args[0]
         elif is_indicator(factor):
-            keep *= factor
+            keep *= factor.as_base_exp()[0]
         elif factor.is_number and factor.is_positive:
             scores += sympy.log(factor)
         else:

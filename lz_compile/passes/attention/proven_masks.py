@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground import events
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import Size
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import CAUSAL, Band, Reach
@@ -104,7 +104,7 @@ def _leaf(
 ) -> _Leaf:
     source = emitter.region.leaves[symbol]
     tensor = tensor_of(source.node)
-    is_boolean = tensor is not None and tensor.dtype == torch.bool
+    is_boolean = symbol in emitter.keep.free_symbols
     if tensor is None:
         reason = Reason("MASK_NOT_PROVEN", f"{told(source.node)} is no tensor")
         return _Leaf(symbol, source.node, False, keeps, factor, None, reason)

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 import sympy
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import probabilities, scores
 from lz_compile.passes.attention.probabilities import Probabilities
@@ -25,16 +25,18 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.contraction import Contraction, Factor
 from lz_compile.passes.formula.expressions import INFINITY, tidy
-from lz_compile.passes.formula.pointwise import BENDS
+from lz_compile.passes.formula.pointwise import BENDS, applied
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import OUT_OF_PLACE, MutatedError, NearMiss, RefusedError, refusal_of
-from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of, where_of
+from lz_compile.passes.graph.refusal import OUT_OF_PLACE, MutatedError, NearMiss, RefusedError, refusal_of, where_of
+from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of
 
 OP = "attention"
 SCORES = contraction.PRODUCTS - {"linear", "addmm"}
 SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
 #: Calls that a share beside a sink may be computed with.
-_SHARES = {name: BENDS[name] for name in ("sigmoid", "log1p")}
+_SHARES = {name: BENDS[name] for name in ("sigmoid", "log1p")} | {
+    "logsigmoid": applied(lambda x: -sympy.log(1 + sympy.exp(-x))),
+}
 
 #: What is made of an attention that was found.
 Made = TypeVar("Made")
@@ -59,15 +61,20 @@ class Weighing:
     value_gain: sympy.Expr = sympy.S.One
 
 
-def recognise(effects: Effects, call: Call, made: Callable[[Weighing], Made]) -> Made | NearMiss | None:
+def recognise(
+    effects: Effects,
+    call: Call,
+    made: Callable[[Weighing], Made],
+    flag: Callable[[fx.Node], tuple[fx.Node, ...] | None],
+) -> Made | NearMiss | None:
     """What is ``made`` of the attention that ends at a call, which may refuse it, or why there is none.
 
     None where nothing speaks for one. Masks are read as tensors first, and where that is refused, with all that they consist
-    of.
+    of; floating-point tensors that ``flag`` tells (see :class:`Region`) are masks then.
     """
     refused: NearMiss | None = None
     for expand_masks in (False, True):
-        region = Region(effects, expand_masks=expand_masks)
+        region = Region(effects, expand_masks=True, flag=flag) if expand_masks else Region(effects)
         try:
             found = Reader(region, call, made).read()
         except RefusedError as refusal:
@@ -178,7 +185,7 @@ class Reader(Generic[Made]):
         for candidate in _quotients(given.effects, product):
             if not is_needed and not _is_share(given, candidate, product):
                 continue
-            self.region = Region(given.effects, expand_masks=given.expand_masks, functions=_SHARES)
+            self.region = Region(given.effects, expand_masks=given.expand_masks, functions=_SHARES, flag=given.flag)
             dims = fresh(shape_of(known_tensor(candidate)))
             self.region.express(candidate, dims)
             outer = next(

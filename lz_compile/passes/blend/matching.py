@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from lz_compile.ground.sizes import Size, as_size, shape_of
+from lz_compile.ground.sizes import Size, shape_of
 from lz_compile.lowering.ops.blend import SHAPES, BlendAttrs, BlendFacts, Mode, Operands
 from lz_compile.passes.blend.form import Form, Forms
 from lz_compile.passes.blend.gate import Logits
@@ -22,8 +22,8 @@ from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.layout import stride_order
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import MutatedError, NearMiss, RefusedError
-from lz_compile.passes.graph.view import called, known_tensor, reached, tensor_of, where_of
+from lz_compile.passes.graph.refusal import MutatedError, NearMiss, RefusedError, where_of
+from lz_compile.passes.graph.view import called, known_tensor, reached, tensor_of
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core, core_between
 from lz_compile.passes.rewriting.match import Cell, Driver, Found, Input, Match, Outcome, Site, TableEmitter, Trial
@@ -365,7 +365,7 @@ def _run(places: Mapping[Axis, int], axes: set[Axis]) -> tuple[int, int]:
 
 def _in_memory(output: fx.Node, dims: Dims) -> Run:
     """The axes of a tensor, those that are far apart in memory first."""
-    order, _ = stride_order([as_size(stride) for stride in known_tensor(output).stride()])
+    order, _ = stride_order(known_tensor(output))
     return tuple(axis for dim in order for axis in atoms(dims[dim]))
 
 

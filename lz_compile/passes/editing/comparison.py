@@ -16,8 +16,7 @@ from lz_compile.passes.editing.stretch import Stretch, operands_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.moves import STRIDED, order_of, strides_matter, that_count
 from lz_compile.passes.graph.snapshot import Was
-from lz_compile.passes.graph.subclasses import is_subclass
-from lz_compile.passes.graph.view import Call, memories_of, reached, read, tensors_in, value_of
+from lz_compile.passes.graph.view import Call, is_subclass, memories_of, reached, read, tensors_in, value_of
 from lz_compile.passes.graph.writes import overwritten
 from lz_compile.passes.proof.running import SCAN
 from lz_compile.passes.proof.trial_run import Ran

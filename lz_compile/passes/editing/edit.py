@@ -9,7 +9,7 @@ from typing import Generic, TypeAlias, TypeVar
 
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.passes.editing.edit_proof import difference
 from lz_compile.passes.graph.snapshot import Snapshot
 

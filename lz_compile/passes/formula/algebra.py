@@ -12,7 +12,7 @@ Casts between floating dtypes are transparent here; what they mean for precision
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -103,6 +103,7 @@ class Region:
     set where a mask is applied as a factor, so that an infinite value behind it would be NaN. ``selecting`` has the masks by
     which products are selected, so that what is dropped does not matter even where it is NaN, ``narrowed`` holds the leaves
     of what was cast to a dtype of smaller range. ``stops`` are leaves whatever they are, ``functions`` read further calls.
+    ``flag`` gives for floating-point leaves that hold 0 and 1 alone, and so are indicators, too, the buffers that say so.
     """
 
     effects: Effects
@@ -116,6 +117,7 @@ class Region:
     stops: Container[fx.Node] = frozenset()
     most_parts: int = MOST_PARTS
     functions: Mapping[str, Rule] = field(default_factory=dict)
+    flag: Callable[[fx.Node], tuple[fx.Node, ...] | None] = lambda _: None
     #: What the operands of the call that is being read are made of.
     _symbols_read: set[sympy.Symbol] = field(default_factory=set)
     _symbols: dict[fx.Node, list[sympy.Symbol]] = field(default_factory=dict)
@@ -339,7 +341,8 @@ class Region:
         if not known and self.effects.name(node) in _REDUCING:  # what is reduced may be in the formula, too
             for each in reached([node], self._behind_reduction, _FAR):
                 self._meet(each)
-        is_boolean = tensor is not None and tensor.dtype == torch.bool
+        is_plain = kind == "tensor" and contraction_ is None
+        is_boolean = tensor is not None and (tensor.dtype == torch.bool or (is_plain and self.flag(node) is not None))
         name = f"{'m' if is_boolean else 'x'}{len(self.leaves)}"
         symbol = sympy.Symbol(name, real=True, integer=is_boolean or None)  # an integer leaf is an indicator
         known.append(symbol)

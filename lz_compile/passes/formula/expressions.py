@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.passes.formula.axes import LayoutError
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
 

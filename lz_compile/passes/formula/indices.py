@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils._sympy.functions import FloorDiv
 
-from lz_compile.ground.sizes import Size, as_size, product, symbolic_size
+from lz_compile.ground.sizes import Size, as_size, is_guarded_from_zero, product, symbolic_size
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms
 from lz_compile.passes.formula.polynomial import ONE, ZERO, Polynomial, Quotients, Variable, number, quotient, variable
 from lz_compile.passes.graph.effects import Effects
@@ -27,6 +27,7 @@ class Indices:
     def __init__(self, effects: Effects) -> None:
         self.effects = effects
         self.quotients: Quotients = {}
+        self.counted: set[Polynomial] = set()
         self._places: dict[Axis, Polynomial] = {}
         self._given: set[Axis] = set()
         self._runs: dict[tuple[Polynomial, Size], tuple[Axis, ...]] = {}
@@ -122,7 +123,12 @@ class Indices:
     def integer(self, value: Any) -> Polynomial | None:
         """A Python or symbolic integer."""
         known = value_of(value)
-        return self.size(as_size(known)) if isinstance(known, (int, torch.SymInt)) else None
+        if not isinstance(known, (int, torch.SymInt)):
+            return None
+        found = self.size(as_size(known))
+        if isinstance(known, torch.SymInt) and is_guarded_from_zero(known):
+            self.counted.add(found)
+        return found
 
     def size(self, size: Size) -> Polynomial:
         """An extent, or any symbolic integer."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import sympy
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import Shape, Size, as_size, product, shape_of
+from lz_compile.ground.sizes import Shape, Size, as_size, product, shape_of, strides_of
 from lz_compile.passes.formula.axes import (
     Dims,
     LayoutError,
@@ -232,8 +232,9 @@ def is_view(call: Call) -> bool:
     return _is_named(call) and call.name not in ("contiguous", "clone", "repeat", "tile", "repeat_interleave")
 
 
-def stride_order(strides: Sequence[Size]) -> tuple[list[int], list[int]]:
-    """The dimensions from the farthest to the nearest step in memory, and the order that takes a tensor back from there."""
+def stride_order(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
+    """Dimensions from the farthest to the nearest step in memory, and the order that takes a tensor back from there."""
+    strides = strides_of(tensor)
     order = sorted(range(len(strides)), key=lambda dim: -_number(strides[dim]))
     return order, [order.index(dim) for dim in range(len(strides))]
 

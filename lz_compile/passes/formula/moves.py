@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import Size, as_size, product, shape_of
+from lz_compile.ground.sizes import Size, as_size, product, shape_of, strides_of
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.axes import Axis, Dims, regroup
 from lz_compile.passes.formula.pieces import Piece, Rule, Space, first_of, getitem, only, placed_at, wrapped
@@ -58,7 +58,7 @@ def order_of(tensor: torch.Tensor) -> tuple[Size, ...]:
     They pack the dimensions in the order that they have in memory. Where elements repeat (a stride of zero) there is none:
     which order they take then depends on that of the dimensions themselves, after a transpose for one.
     """
-    strides, packed = (map(as_size, each.stride()) for each in (tensor, torch.empty_like(tensor)))
+    strides, packed = map(strides_of, (tensor, torch.empty_like(tensor)))
     return tuple(0 if stride == 0 else dense for stride, dense in zip(strides, packed, strict=True))
 
 
@@ -69,8 +69,8 @@ def that_count(strides: Sequence[Any], tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def order_in_memory(tensor: torch.Tensor) -> list[int] | None:
     """Dimensions in the order that they have in memory; None where that is none, or has gaps."""
-    strides, sizes = ([as_size(each) for each in of] for of in (tensor.stride(), tensor.shape))
-    order, _ = layout.stride_order(strides)
+    strides, sizes = strides_of(tensor), shape_of(tensor)
+    order, _ = layout.stride_order(tensor)
     width: Size = 1
     for dim in reversed(order):
         if strides[dim] != width and sizes[dim] != 1:

@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import Size, shape_of
 from lz_compile.passes.formula import contraction, edge, layout, moves
 from lz_compile.passes.formula.algebra import Leaf, Region
@@ -146,6 +146,7 @@ class Parts(Region):
 
     features: list[Axis] = field(default_factory=list)
     places: int = 1
+    counted: set[Polynomial] = field(default_factory=set)
     source_symbols: set[sympy.Symbol] = field(default_factory=set)
     _indices: dict[Axis, Polynomial] = field(default_factory=dict)
     known: Values = unknown

@@ -26,6 +26,8 @@ class Space(Protocol):
     """What rules ask of a reader: positions of dims, dims at positions, and indices that tensors hold."""
 
     effects: Effects
+    #: Integers that a guard says not to be negative.
+    counted: set[Polynomial]
 
     def place(self, dim: tuple[Axis, ...]) -> Polynomial:
         """The position in a dimension."""
@@ -74,7 +76,7 @@ def wrapped(space: Space, place: Polynomial | None, size: Size) -> Polynomial | 
     if place is None:
         return None
     least, below = lower(place), lower(-place)
-    if least is not None and least >= 0:
+    if (least is not None and least >= 0) or place in space.counted:
         return place
     from_end = place + space.size(size)
     least = lower(from_end)

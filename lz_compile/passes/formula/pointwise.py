@@ -151,6 +151,7 @@ POINTWISE: Mapping[str, Rule] = {
     "exp": applied(sympy.exp),
     "exp2": applied(lambda a: sympy.exp(a * math.log(2.0))),
     "log": applied(sympy.log),
+    "logaddexp": applied(lambda x, y: sympy.log(sympy.exp(x) + sympy.exp(y)), "input", "other"),
     "tanh": applied(sympy.tanh),
     "where": _choice("condition", "input", "other"),
     "masked_fill": _choice("mask", "value", "input"),

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.isolation import isolated
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.lowering import ops
 from lz_compile.lowering.fused import GIVEN, RESIDUAL, SIBLING, Fused
 from lz_compile.passes.formula import contraction, layout

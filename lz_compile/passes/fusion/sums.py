@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.fused import RESIDUAL
 from lz_compile.passes.formula import layout
@@ -22,8 +22,8 @@ from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.fusion.emitter import operands_of
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import MutatedError
-from lz_compile.passes.graph.view import Call, tensor_of, where_of
+from lz_compile.passes.graph.refusal import MutatedError, where_of
+from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.match import Found, Input, Match, Site, TableEmitter
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 import operator
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
-from lz_compile.passes.graph.view import read, where_of
+from lz_compile.ground.records import Reason
+from lz_compile.passes.graph.view import read
 
 #: How Dynamo names what a module holds (``L['self']._modules['layers']``), and what it comes from.
 _HELD = re.compile(
@@ -49,6 +51,29 @@ def path_of(source: str) -> str:
 def source_of(placeholder: fx.Node) -> str:
     """What Dynamo calls what an input comes from (``L['self']._modules['norm']``); empty where it says none."""
     return str(getattr(getattr(placeholder.meta.get("grapharg"), "source", None), "name", ""))
+
+
+def where_of(node: fx.Node) -> str:
+    """``file:line`` of the user's code that made this node, ``<unknown>`` where Dynamo kept none.
+
+    The innermost line that is not our own: calls of our functions are made somewhere.
+    """
+    trace = node.meta.get("stack_trace") or ""
+    own = ""
+    for line in reversed(trace.strip().splitlines()):
+        text = line.strip()
+        if not text.startswith('File "'):
+            continue
+        path, _, rest = text[6:].partition('", line ')
+        place = f"{path}:{rest.split(',')[0]}"
+        if not path.startswith(_OURS):
+            return place
+        own = own or place
+    return own or "<unknown>"
+
+
+#: Where this package is.
+_OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"
 
 
 def told(node: fx.Node) -> str:

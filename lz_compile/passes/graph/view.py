@@ -9,21 +9,18 @@ from __future__ import annotations
 
 import inspect
 import operator
-import os
 import sys
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
 from torch.utils import _pytree as pytree
-
-from lz_compile.passes.graph.subclasses import inner_tensors
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Parameter names in positional order, where the function and the method form agree (a method's self is the first), and of
 # which calls these are.
@@ -32,7 +29,7 @@ _PARAMETERS: Mapping[str, str] = {
     "input other": (
         "mul and or xor logical_xor bitwise_xor eq ne floordiv floor_divide mod fmod remainder rshift "
         "bitwise_right_shift lshift bitwise_left_shift maximum minimum gt ge lt le reshape_as matmul bmm mm "
-        "expand_as view_as type_as outer"
+        "expand_as view_as type_as outer logaddexp"
     ),
     "input other rounding_mode": "div",
     "input exponent": "pow",
@@ -221,8 +218,10 @@ def read(node: fx.Node) -> Call | None:
     arguments: dict[str, Any] = {}
     for position, value in enumerate(node.args):
         arguments[signature[position] if position < len(signature) else f"#{position}"] = value
-    for key, value in node.kwargs.items():
-        arguments[_PARAMETER_SYNONYMS.get(key, key)] = value
+    named = {_PARAMETER_SYNONYMS.get(key, key): value for key, value in node.kwargs.items()}
+    arguments |= {
+        key: value for key, value in named.items() if key != "out" or value is not None
+    }  # out=None: no tensor
     if name == "addmm" and "other" in arguments:
         arguments["batch2"] = arguments.pop("other")
     if name in ("softmax", "log_softmax") and isinstance(
@@ -336,34 +335,35 @@ def hint_of(node: Any) -> int | float:
     return hint if isinstance(hint, (int, float)) else 0.5
 
 
-def where_of(node: fx.Node) -> str:
-    """``file:line`` of the user's code that made this node, ``<unknown>`` where Dynamo kept none.
-
-    The innermost line that is not our own: calls of our functions are made somewhere.
-    """
-    trace = node.meta.get("stack_trace") or ""
-    own = ""
-    for line in reversed(trace.strip().splitlines()):
-        text = line.strip()
-        if not text.startswith('File "'):
-            continue
-        path, _, rest = text[6:].partition('", line ')
-        place = f"{path}:{rest.split(',')[0]}"
-        if not path.startswith(_OURS):
-            return place
-        own = own or place
-    return own or "<unknown>"
-
-
-#: Where this package is.
-_OURS = f"{Path(__file__).resolve().parents[2]}{os.sep}"
-
-
 def called(target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a function gives, or a method, if ``target`` is a name."""
     if isinstance(target, str):
         return getattr(args[0], target)(*args[1:], **kwargs)
     return target(*args, **kwargs)
+
+
+def is_subclass(value: Any) -> bool:
+    """Whether a value is a tensor of a class of its own around others, which PyTorch asks by ``__tensor_flatten__``."""
+    return isinstance(value, torch.Tensor) and is_traceable_wrapper_subclass(value)
+
+
+def inner_tensors(value: Any) -> Iterator[tuple[tuple[str, ...], torch.Tensor]]:
+    """The plain tensors inside of one, each with the attributes that lead to it."""
+    if not is_subclass(value):
+        yield (), value
+        return
+    for name in value.__tensor_flatten__()[0]:
+        for path, tensor in inner_tensors(getattr(value, name)):
+            yield (name, *path), tensor
+
+
+def rebuilt(value: Any, left: Iterator[torch.Tensor]) -> Any:
+    """A tensor of the same class around other tensors."""
+    if not is_subclass(value):
+        return next(left)
+    names, context = value.__tensor_flatten__()
+    inner = {name: rebuilt(getattr(value, name), left) for name in names}
+    return type(value).__tensor_unflatten__(inner, context, value.size(), value.stride())
 
 
 # ---- what we emitted -------------------------------------------------------------------------------------------------

@@ -22,13 +22,12 @@ from torch import fx
 from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
 from lz_compile.ground.isolation import Outside, isolated
-from lz_compile.ground.sizes import as_size
 from lz_compile.passes.editing.dead import dead_calls
 from lz_compile.passes.formula.moves import that_count
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, ambient_context
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError
-from lz_compile.passes.graph.view import EMITTED, reached, tensor_of, value_of, where_of
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError, where_of
+from lz_compile.passes.graph.view import EMITTED, reached, tensor_of, value_of
 from lz_compile.passes.inlining.attention_calls import BODIES, REFUSED
 from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise
 from lz_compile.passes.rewriting.builder import GraphBuilder
@@ -101,7 +100,7 @@ def _emit(builder: GraphBuilder, node: fx.Node, arguments: Mapping[str, Any], re
     value = BODIES[node.target](**fx.map_arg(dict(arguments), proxies.__getitem__))
     old, new = tensor_of(replaced), tensor_of(value.node)
     if old is not None and new is not None and new.stride() != old.stride():  # a fast path keeps those of its input
-        value = laid_out(value, [as_size(stride) for stride in old.stride()])
+        value = laid_out(value, old)
     output: fx.Node = value.node
     (expected, given) = (
         (tensor.dtype, tensor.device, tensor.shape, that_count(tensor.stride(), tensor))

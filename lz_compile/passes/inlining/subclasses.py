@@ -16,8 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from lz_compile.passes.editing.edit import MayEdit
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.subclasses import inner_tensors, is_subclass, rebuilt
-from lz_compile.passes.graph.view import tensor_of, tensor_operands
+from lz_compile.passes.graph.view import inner_tensors, is_subclass, rebuilt, tensor_of, tensor_operands
 from lz_compile.passes.rewriting.core import wants_grad
 
 

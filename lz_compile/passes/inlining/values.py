@@ -16,7 +16,7 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import Size, as_size, shape_of
+from lz_compile.ground.sizes import Size, shape_of, strides_of
 from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.layout import single_cut
@@ -337,5 +337,4 @@ def _has_odd_strides(tensor: torch.Tensor) -> bool:
 
 
 def _strides(tensor: torch.Tensor) -> list[Size]:
-    strides = map(as_size, tensor.stride())
-    return [stride if isinstance(stride, int) else sympy.expand(stride) for stride in strides]
+    return [stride if isinstance(stride, int) else sympy.expand(stride) for stride in strides_of(tensor)]

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from lz_compile.ground import events, machine
 from lz_compile.ground.isolation import isolated
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.store import Store
 from lz_compile.lowering import configured, frames, inductor
 from lz_compile.lowering.regions import INVOKE, NAME
@@ -28,8 +28,8 @@ from lz_compile.passes.editing.edit import Rewrite, apply
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import origin_of
 from lz_compile.passes.graph.modes import Ambient, ambient_of, grad_enabled
-from lz_compile.passes.graph.refusal import RefusedError, told
-from lz_compile.passes.graph.view import memories_of, read, tensor_of, tensors_in, value_of, where_of
+from lz_compile.passes.graph.refusal import RefusedError, told, where_of
+from lz_compile.passes.graph.view import memories_of, read, tensor_of, tensors_in, value_of
 from lz_compile.passes.graph.writes import refuse_impure
 from lz_compile.passes.layers.repeats import Inside, Layers, repeats
 from lz_compile.passes.loops.roll.search import Program, rebuilt

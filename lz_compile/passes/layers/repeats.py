@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import as_size, shape_of
+from lz_compile.ground.sizes import shape_of, strides_of
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.graph.snapshot import same
 from lz_compile.passes.graph.view import memories_of, read, value_of
@@ -191,7 +191,7 @@ def _kind(value: Any) -> Any:
         return None
     return (
         shape_of(value),
-        tuple(map(as_size, value.stride())),
+        strides_of(value),
         value.dtype,
         value.device,
         value.requires_grad,

@@ -11,7 +11,7 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import shape_of
 from lz_compile.lowering.ops.linear import SHAPES, LinearAttrs, LinearFacts, Operands, packed
 from lz_compile.passes.formula import contraction

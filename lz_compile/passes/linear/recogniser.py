@@ -29,8 +29,7 @@ from lz_compile.passes.formula.parts import FUNCTIONS, Edge, Parts
 from lz_compile.passes.formula.places import Fixed, has_fixed_index
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError, told
-from lz_compile.passes.graph.subclasses import is_subclass
-from lz_compile.passes.graph.view import Call, is_floating, known_tensor, reached, tensor_of
+from lz_compile.passes.graph.view import Call, is_floating, is_subclass, known_tensor, reached, tensor_of
 from lz_compile.passes.linear.bits import BITS, CODE, HIGH, LOW, Indexed, has_bits
 from lz_compile.passes.linear.unpacked import Unpacked, less_shifted, numbers_of
 

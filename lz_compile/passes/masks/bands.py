@@ -5,7 +5,7 @@ Where a mask of fixed size is no band, it is told which keys queries see at most
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +18,10 @@ from lz_compile.passes.formula.predicates import AtLeast, Constant, Every, Predi
 
 @dataclass(frozen=True)
 class Positions:
-    """Where a query and a key are, and how many there are, as polynomials in their axes and in sizes."""
+    """Where a query and a key are, and how many there are, as polynomials in their axes and in sizes.
+
+    ``counted`` has those that guards say not to be negative: it grows as more of a mask is read.
+    """
 
     query: Polynomial
     key: Polynomial
@@ -26,6 +29,7 @@ class Positions:
     keys: Polynomial
     query_axes: tuple[Axis, ...]
     key_axes: tuple[Axis, ...]
+    counted: Set[Polynomial]
 
     @property
     def offset(self) -> Polynomial:
@@ -121,8 +125,13 @@ def _is_never_empty(candidate: Band, at: Positions) -> bool:
         needs.append(offset + number(last))
     if first is not None:
         needs.append(at.keys - at.queries - offset - number(first))
-    least = [lower(each) for each in needs]
-    return all(each is not None and each >= 0 for each in least)
+    return all(_is_counted(each, at) for each in needs)
+
+
+def _is_counted(value: Polynomial, at: Positions) -> bool:
+    """Whether a number of sizes is never negative."""
+    least = [lower(value), *((value - known).constant for known in at.counted)]
+    return any(each is not None and each >= 0 for each in least)
 
 
 #: Queries that share a span.

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.isolation import isolated
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.lowering import frames
 from lz_compile.passes.formula.expressions import Known
 from lz_compile.passes.graph.effects import Effects, Look

@@ -16,7 +16,7 @@ from itertools import pairwise
 
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.formula import layout, moves
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError

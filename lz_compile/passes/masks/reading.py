@@ -16,13 +16,13 @@ from fractions import Fraction
 import torch
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.bands import Reach
-from lz_compile.passes.formula.axes import Axis, Dims, axes_of, renamed, resolve
+from lz_compile.passes.formula.axes import Axis, Dims, axes_of, fresh, renamed, resolve
 from lz_compile.passes.formula.expressions import Known
-from lz_compile.passes.formula.piecewise import Number, Piecewise, Value
-from lz_compile.passes.formula.polynomial import ZERO, Polynomial
+from lz_compile.passes.formula.piecewise import Number, Piecewise, Value, everywhere, plain
+from lz_compile.passes.formula.polynomial import ONE, ZERO, Polynomial
 from lz_compile.passes.formula.predicates import FALSE, TRUE, Predicate, both, conjuncts, negation, variables
 from lz_compile.passes.formula.reader import Source
 from lz_compile.passes.graph.effects import Effects, Look
@@ -52,10 +52,10 @@ class Masks:
         """What a mask means.
 
         Args:
-            node: a boolean mask, or a float one that is added to scores.
+            node: a boolean mask, or a float one that is added to scores, or of zeros and ones.
             dims: the axes of its dimensions.
             axes: those of the scores.
-            keeps: whether True keeps, of a boolean mask.
+            keeps: whether True keeps, of a boolean mask, or 1, of one of zeros and ones.
         """
         axes, dims = axes.resolved(), resolve(dims)
         order = tuple(axis for group in axes.groups for axis in group)
@@ -118,6 +118,20 @@ class Masks:
         own = {axis: Axis(axis.size) for group in axes.groups for axis in group}
         return _Reading(self.effects, self.constants, Axes(*renamed(axes.groups, own))), own
 
+    def flag(self, node: fx.Node) -> tuple[fx.Node, ...] | None:
+        """The buffers that say of a floating-point tensor that it holds 0 and 1, nothing else; None where nothing does."""
+        tensor = tensor_of(node)
+        if tensor is None or not tensor.is_floating_point() or self.effects.reshapes:
+            return None
+        dims = fresh(shape_of(tensor))
+        reader = Reader(self.effects, self.constants, axes_of(dims))
+        reader.give(dims)
+        value = reader.read(node, dims)
+        if isinstance(value, Piecewise) and {each for _, each in value.cases} == {ZERO, ONE}:
+            return tuple(reader.buffers)
+        known = self.constants.value(node)
+        return known.buffers if isinstance(known, Known) and known.value.unique().tolist() == [0, 1] else None
+
     def values(self, node: fx.Node) -> torch.Tensor | None:
         """What a mask holds where that depends on constants only."""
         found = self.constants.value(node)
@@ -160,7 +174,7 @@ class _Reading:
             self.reader.give((group,))
         sizes = [self.reader.size(product(axis.size for axis in group)) for group in (axes.queries, axes.keys)]
         places = [self.reader.place(group) for group in (axes.queries, axes.keys)]
-        self.at = Positions(places[0], places[1], sizes[0], sizes[1], axes.queries, axes.keys)
+        self.at = Positions(places[0], places[1], sizes[0], sizes[1], axes.queries, axes.keys, self.reader.counted)
 
     def meaning(self, node: fx.Node, dims: Dims, *, keeps: bool) -> Meaning | Reason:
         """What a mask means."""
@@ -228,6 +242,7 @@ class _Reading:
         tensor = tensor_of(node)
         if tensor is None or not tensor.is_floating_point():
             return Reason("MASK_GENERAL", f"{told(node)} is neither a condition nor a number that is added")
+        value = value if keeps else everywhere(plain(1.0)) - value
         cases = [(where, _swallowed(each)) for where, each in value.cases]
         if any(isinstance(each, float) and math.isnan(each) for _, each in cases):
             return Reason("BIAS_GENERAL", f"{told(node)} holds NaN")

@@ -14,9 +14,10 @@ differ.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import sympy
@@ -226,28 +227,25 @@ def points() -> torch.Tensor:
     return torch.cat([near, torch.tensor([*bends, *far], dtype=torch.float64, device="cpu")])
 
 
-@cache
-def _table() -> Mapping[str, torch.Tensor]:
-    """The values of every activation."""
-    return {name: function(points()) for name, function in ACTIVATIONS.items()}
+@lru_cache(maxsize=64)
+def _table(limit: float) -> torch.Tensor:
+    """The values of every activation, a row each, of arguments that are held to ``limit``."""
+    return torch.stack([function(points().clamp(max=limit)) for function in ACTIVATIONS.values()])
 
 
-def agree(first: Any, second: torch.Tensor, where: torch.Tensor | None = None) -> bool:
-    """Whether values are equal. A value that overflows on its way may be anything, where ``where`` (the point) is far."""
+def agree(first: Any, second: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """Whether values are those of each row. A value that overflows on its way may be anything, where its point is far."""
     first = tensor(first).expand(second.shape)
     near = (first - second).abs() <= TOLERANCE * (1 + second.abs())
-    if where is not None:
-        near |= ~first.isfinite() & (where.abs() > _REACH)
-    return bool(near.all())
+    near |= ~first.isfinite() & (where.abs() > _REACH)
+    found: torch.Tensor = near.all(-1)
+    return found
 
 
 def name_of_values(values: Any, limits: Iterable[float] = ()) -> tuple[str, float | None] | None:
     """The activation that has these values at :func:`points`, and the one of ``limits`` that its argument is held to."""
-    for name, known in _table().items():
-        if agree(values, known, points()):
-            return name, None
-    for limit in limits:
-        for name, function in ACTIVATIONS.items():
-            if agree(values, function(points().clamp(max=limit)), points()):
-                return name, limit
+    for limit in (math.inf, *limits):
+        equal = agree(values, _table(limit), points()).tolist()
+        if any(equal):
+            return list(ACTIVATIONS)[equal.index(True)], None if limit == math.inf else limit
     return None

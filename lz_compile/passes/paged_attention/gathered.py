@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.ops.paged_attention import PagedAttentionAttrs, PagedAttentionFacts
 from lz_compile.passes.attention.emitter import AttentionEmitter, Roles

@@ -48,11 +48,6 @@ def elementwise(
     return _finite_max((ours - truth).abs()), source_error, near | same_special | overflowed
 
 
-def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two results of order one, both computed in float64, are equal but for the order of sums; NaN never is."""
-    return one.shape == other.shape and bool(((one - other).abs() <= TOLERANCE[torch.float64]).all())
-
-
 def _finite_max(error: torch.Tensor) -> float:
     finite = error[error.isfinite()]
     return float(finite.max()) if finite.numel() else 0.0

@@ -63,7 +63,12 @@ def cases(match: Match) -> Iterator[Case]:
     # In half precision larger scores are rounded by whole units, and which key wins a row is a matter of luck.
     is_half = any(each.dtype.itemsize == 2 for each in map(tensor_of, operands.values()) if each is not None)
     is_poisoned = any(each.rows or each.dropped for each in known.values())
-    yield Case("large", magnitude=4.0 if is_half else 12.0, is_strided=True, is_poisoned=is_poisoned)
+    yield Case(
+        "large",
+        magnitude=min(trial.largest, 4.0) if is_half else trial.largest,
+        is_strided=True,
+        is_poisoned=is_poisoned,
+    )
     is_apart = len(set(operands.values())) == len(operands) and "key_documents" not in operands
     if is_apart:  # a tensor in two roles has each extent twice, and documents are those of the same tokens
         yield Case("ones", ones=True)
@@ -94,13 +99,13 @@ def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
         return hint_of(node)
     known, operands = match.found.inputs[node], match.found.operands
     extents = shape(known.dims, sizes)
-    if example.dtype == torch.bool:
+    if example.dtype == torch.bool or known.keeps is not None:
         keep = _mask(extents, example.device, case.masked_rows)
         if case.is_poisoned and known.selects:
             for position in _dropped(match, sizes):
                 if position.keys() & set(axes_of(known.dims)):
                     _at(keep, known.dims, position, sizes).fill_(False)
-        return ~keep if known.keeps is False else keep
+        return (~keep if known.keeps is False else keep).to(example.dtype)
     if node in (operands.get("query_documents"), operands.get("key_documents")):
         return _documents(extents, example, is_random=case.masked_rows)
     if known.counts is not None or known.range is not None:

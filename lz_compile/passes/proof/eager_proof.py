@@ -20,7 +20,7 @@ import torch
 from lz_compile.errors import KernelExecutionError, TrialError
 from lz_compile.ground import events, health, hooks, machine
 from lz_compile.ground.isolation import Outside, isolated
-from lz_compile.ground.reasons import Reason, first_line
+from lz_compile.ground.records import Reason, first_line
 from lz_compile.ground.store import Store
 from lz_compile.lowering import ops
 from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise, is_same

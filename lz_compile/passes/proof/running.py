@@ -5,7 +5,8 @@ A part of a graph, the calls that give some values back to what they read, is co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -14,17 +15,21 @@ import torch
 from torch import fx
 from torch._functorch.aot_autograd import aot_function
 from torch._functorch.compilers import nop
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lz_compile.ground.isolation import is_isolated
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.snapshot import Was
 from lz_compile.passes.graph.view import called, tensors_in, value_of
-from lz_compile.passes.proof.in_range import InRange
 
 SCAN = torch.ops.higher_order.scan
 #: Calls that give memory as it happens to be: the same in every run, a valid index, and not what zeros written there are.
 _UNWRITTEN = frozenset({"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"})
+
+
+#: What two right orders of sums of order one, of made-up inputs in float64, differ by at most.
+_PROBED = 1e-9
 
 
 class NotRunnableError(Exception):
@@ -211,3 +216,82 @@ class Subgraph:
         graph, copies = self.copied()
         module = fx.GraphModule(dict(self.held), graph)
         return module, dict(zip(copies, module.graph.nodes, strict=False))
+
+
+def agree(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two results of order one, both computed in float64, are equal but for the order of sums; NaN never is."""
+    return one.shape == other.shape and bool(((one - other).abs() <= _PROBED).all())
+
+
+# ---- values in range -------------------------------------------------------------------------------------------------
+# Indices and other values out of range are errors before an accelerator sees them. On a CPU an operator raises. On an
+# accelerator it aborts the context, so that the program itself can use the device no more: made-up inputs must not do that.
+
+
+#: Values, what they must reach and what they must not exceed.
+Bounds: TypeAlias = tuple[torch.Tensor, float, float]
+
+
+class InRange(TorchDispatchMode):
+    """Run operators whose values are in range; the others raise.
+
+    Raises:
+        IndexError: a value is out of the range that an operator asks for.
+    """
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """What the operator gives."""
+        name = func.overloadpacket.__name__.strip("_") if isinstance(func, torch._ops.OpOverload) else ""
+        for values, low, high in _BOUNDS[name](*args) if name in _BOUNDS else ():
+            is_real = type(values) is torch.Tensor and not values.is_meta and values.numel() > 0
+            if is_real and not (values.min().item() >= low and values.max().item() <= high):
+                raise IndexError(f"{name} reads a value that is not between {low} and {high}")
+        return func(*args, **(kwargs or {}))
+
+
+def _of_places(input: torch.Tensor, indices: Sequence[torch.Tensor | None], *_: Any) -> Iterator[Bounds]:
+    dim = 0
+    for each in indices:
+        if each is not None and not each.dtype.is_floating_point and each.dtype not in (torch.bool, torch.uint8):
+            yield each, -input.shape[dim], input.shape[dim] - 1
+        dim += each.dim() if each is not None and each.dtype in (torch.bool, torch.uint8) else 1
+
+
+def _of_dimension(input: torch.Tensor, dim: int, index: torch.Tensor, *_: Any) -> Iterator[Bounds]:
+    yield index, 0, (input.shape[dim] if input.dim() else 1) - 1
+
+
+def _of_chances(input: torch.Tensor, *_: Any) -> Iterator[Bounds]:
+    if input.is_floating_point():
+        yield input, 0, 1
+
+
+def _of_weights(input: torch.Tensor, *_: Any) -> Iterator[Bounds]:
+    yield input, 0, math.inf
+    yield input.sum(-1), torch.finfo(input.dtype).tiny, torch.finfo(input.dtype).max
+
+
+#: By the operators' names, without underscores around them.
+_BOUNDS: Mapping[str, Callable[..., Iterable[Bounds]]] = {
+    **dict.fromkeys(("index", "index_put", "index_put_impl", "unsafe_index", "unsafe_index_put"), _of_places),
+    **dict.fromkeys(("gather", "scatter", "scatter_add", "scatter_reduce"), _of_dimension),
+    **dict.fromkeys(("index_select", "index_add", "index_copy", "index_fill", "index_reduce"), _of_dimension),
+    **dict.fromkeys(
+        ("embedding", "embedding_bag", "embedding_bag_forward_only"), lambda x, i, *_: [(i, 0, x.shape[0] - 1)]
+    ),
+    **dict.fromkeys(("take", "put"), lambda x, index, *_: [(index, -x.numel(), x.numel() - 1)]),
+    **dict.fromkeys(
+        ("nll_loss_forward", "nll_loss2d_forward"),
+        lambda x, y, _weight, _kind, ignored, *_: [(y[y != ignored], 0, x.shape[min(1, x.dim() - 1)] - 1)],
+    ),
+    **dict.fromkeys(
+        ("multi_margin_loss", "multilabel_margin_loss_forward"), lambda x, y, *_: [(y, 0, x.shape[-1] - 1)]
+    ),
+    **dict.fromkeys(("max_unpool2d", "max_unpool3d"), lambda _, index, size, *__: [(index, 0, math.prod(size) - 1)]),
+    "bernoulli": _of_chances,
+    "multinomial": _of_weights,
+    **dict.fromkeys(("poisson", "standard_gamma"), lambda x, *_: [(x, 0, math.inf)]),
+    **dict.fromkeys(("assert_async", "functional_assert_async"), lambda x, *_: [(x != 0, 1, 1)]),
+}

@@ -18,7 +18,7 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.snapshot import Was
-from lz_compile.passes.graph.subclasses import inner_tensors, rebuilt
+from lz_compile.passes.graph.view import inner_tensors, rebuilt
 from lz_compile.passes.graph.writes import is_pure
 from lz_compile.passes.proof import running
 from lz_compile.passes.proof.running import SCAN, NotRunnableError, no_attribute, run_operator, run_steps

@@ -11,15 +11,15 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import Size, product
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.lowering.operands import Operands
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.graph.refusal import Failure, MutatedError, NearMiss, RefusedError, refusal_of
-from lz_compile.passes.graph.view import EMITTED, where_of
+from lz_compile.passes.graph.refusal import Failure, MutatedError, NearMiss, RefusedError, refusal_of, where_of
+from lz_compile.passes.graph.view import EMITTED
 from lz_compile.passes.rewriting.builder import Builder, Groups
 
 if TYPE_CHECKING:
@@ -123,9 +123,9 @@ class Trial:
     another name, and have their size. ``least`` are the smallest sizes at which a proof means anything, ``literal_sizes``
     integers among the source's arguments that are the size of an axis, and change with it.
 
-    ``magnitudes`` are further sizes of operands, ``points`` numbers at which a function may have a corner, to be tried
-    exactly. ``masked_rows_count`` is False where the source's rounding alone decides what a row without any kept element
-    gives, ``masked_rows_are_finite`` True where such a row gives finite numbers.
+    Operands are of size 1 and ``largest``. ``magnitudes`` are further sizes, ``points`` numbers at which a function may have
+    a corner, to be tried exactly. ``masked_rows_count`` is False where the source's rounding alone decides what a row
+    without any kept element gives, ``masked_rows_are_finite`` True where such a row gives finite numbers.
     """
 
     limited: frozenset[Axis] = frozenset()
@@ -133,6 +133,7 @@ class Trial:
     ties: Mapping[Axis, Axis] = field(default_factory=dict)
     least: Mapping[Axis, int] = field(default_factory=dict)
     literal_sizes: Mapping[int, Axis] = field(default_factory=dict)
+    largest: float = 12.0
     magnitudes: tuple[float, ...] = ()
     points: tuple[float, ...] = ()
     masked_rows_count: bool = True

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import Size, as_size
+from lz_compile.ground.sizes import strides_of
 from lz_compile.lowering.attributes import OpAttributes
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.moves import strides_matter
@@ -208,15 +208,14 @@ def _as_before(match: Match, output: fx.Node, result: fx.Proxy, shows_strides: b
         raise RewriteError(
             f"rewriting {match.op} at {match.site.where}: expected a {_describe(old)}, the kernel gives a {_describe(new)}"
         )
-    strides = [as_size(stride) for stride in old.stride()]
-    if shows_strides and [as_size(stride) for stride in new.stride()] != strides:
-        result = laid_out(result, strides)
+    if shows_strides and strides_of(new) != strides_of(old):
+        result = laid_out(result, old)
     return result.node
 
 
-def laid_out(value: fx.Proxy, strides: Sequence[Size]) -> fx.Proxy:
-    """The value with its dimensions in memory in the order of ``strides``, without gaps."""
-    order, back = layout.stride_order(strides)
+def laid_out(value: fx.Proxy, like: torch.Tensor) -> fx.Proxy:
+    """The value with its dimensions in memory in the order of another tensor's, without gaps."""
+    order, back = layout.stride_order(like)
     return value.permute(order).contiguous().permute(back)
 
 

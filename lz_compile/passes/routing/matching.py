@@ -11,15 +11,15 @@ import torch
 from torch import fx
 
 from lz_compile.ground import events
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.lowering.ops.routing import SHAPES, Operands, RoutingAttrs, RoutingFacts
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.refusal import NearMiss
-from lz_compile.passes.graph.view import known_tensor, tensor_of, tensor_operands, where_of
+from lz_compile.passes.graph.refusal import NearMiss, where_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of, tensor_operands
 from lz_compile.passes.rewriting.builder import Builder
 from lz_compile.passes.rewriting.core import Core, core_between
 from lz_compile.passes.rewriting.match import Driver, Found, Input, Match, Outcome, Site, TableEmitter, Trial

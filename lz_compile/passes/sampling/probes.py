@@ -13,8 +13,8 @@ from torch import fx
 from lz_compile.ground.sizes import Size
 from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, reference
 from lz_compile.passes.formula.axes import axes_of
-from lz_compile.passes.proof.agreement import agree
 from lz_compile.passes.proof.resize import shape
+from lz_compile.passes.proof.running import agree
 from lz_compile.passes.sampling.excerpt import Excerpt
 from lz_compile.passes.sampling.kept import Form, Limit, Limits
 from lz_compile.passes.sampling.tried import Tried, random_leaves, sizes_for

@@ -17,7 +17,7 @@ from lz_compile.lowering.ops.scan import DIMS, RESULTS, Operands, ScanSizes
 from lz_compile.passes.formula.axes import broadcast_from, fresh
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.own_calls import arguments_of
-from lz_compile.passes.graph.view import where_of
+from lz_compile.passes.graph.refusal import where_of
 from lz_compile.passes.graph.writes import refuse_transformed
 from lz_compile.passes.loops.recurrence.step_trace import results_of
 from lz_compile.passes.rewriting.core import wants_grad

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import Size, is_one, product, shape_of
-from lz_compile.lowering.ops.scan import DROPPED, DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure
+from lz_compile.lowering.ops.scan import DROPPED, DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure, kind_of
 from lz_compile.passes.graph.view import known_tensor, tensor_of
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum
 from lz_compile.passes.loops.recurrence.index_terms import Atom, Term
@@ -249,9 +249,7 @@ class ScanEmitter(TableEmitter):
         if move.decay.terms == _ONE:
             return "none"
         own = {index for term in move.decay.terms for index in term.indices}
-        if own & set(move.keys):
-            return "full" if own & set(move.values) else "key"
-        return "value" if own & set(move.values) else "scalar"
+        return kind_of(not own.isdisjoint(move.keys), not own.isdisjoint(move.values))
 
 
 def _joined(rows: Sequence[Any], dim: int) -> Any:

@@ -15,8 +15,8 @@ from lz_compile.lowering.ops.scan import ScanAttrs
 from lz_compile.passes.formula.axes import Axis, Dims, fresh
 from lz_compile.passes.formula.expressions import is_constant
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import RefusedError, told
-from lz_compile.passes.graph.view import known_tensor, read, tensor_of, where_of
+from lz_compile.passes.graph.refusal import RefusedError, told, where_of
+from lz_compile.passes.graph.view import known_tensor, read, tensor_of
 from lz_compile.passes.loops.recurrence.index_sum import IndexSum
 from lz_compile.passes.loops.recurrence.index_terms import Atom
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan

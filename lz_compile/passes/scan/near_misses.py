@@ -7,15 +7,15 @@ from collections.abc import Collection, Iterator
 import torch
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.axes import Axis
 from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import NearMiss
-from lz_compile.passes.graph.view import Call, reached, tensor_of, where_of
+from lz_compile.passes.graph.refusal import NearMiss, where_of
+from lz_compile.passes.graph.view import Call, reached, tensor_of
 from lz_compile.passes.masks.meaning import Axes, Meaning
 from lz_compile.passes.masks.reading import Masks
 

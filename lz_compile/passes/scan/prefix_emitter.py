@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import as_size, product
-from lz_compile.lowering.ops.scan import DecayKind, Operands, ScanAttrs, ScanFacts, ScanStructure
+from lz_compile.lowering.ops.scan import Operands, ScanAttrs, ScanFacts, ScanStructure, kind_of
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.formula.expressions import is_constant
@@ -81,10 +81,7 @@ class PrefixScanEmitter(TableEmitter):
         scan, groups = self.scan, self._groups
         batch, heads, length, rows, columns = (product(axis.size for axis in group) for group in groups)
         own = set(axes_of(scan.dims[scan.decay])) if scan.decay is not None else set()
-        has_rows, has_columns = (not own.isdisjoint(group) for group in groups[3:])
-        kind: DecayKind = (
-            "full" if has_rows and has_columns else "key" if has_rows else "value" if has_columns else "scalar"
-        )
+        kind = kind_of(*(not own.isdisjoint(group) for group in groups[3:]))
         if scan.decay is None or scan.read is None:
             kind = "none" if scan.decay is None else "value"
         has_updates = scan.updates is not None

@@ -17,10 +17,10 @@ from torch import fx
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, mutated, told
 from lz_compile.passes.graph.writes import refuse_transformed
-from lz_compile.passes.loops.recurrence.outer_products import running_sums, with_reads
 from lz_compile.passes.loops.recurrence.plan import Part, Plan, Readings
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, prefix_scans
-from lz_compile.passes.loops.recurrence.prefix_scan_logs import log_scans
+from lz_compile.passes.loops.recurrence.prefix_scan_reads import with_reads
+from lz_compile.passes.loops.recurrence.prefix_sums import log_scans, running_sums
 from lz_compile.passes.loops.recurrence.step_check import check, with_drops
 from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_trace import SCAN, ScanCall, results_of, scan_call

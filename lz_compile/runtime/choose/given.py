@@ -10,7 +10,7 @@ import torch
 
 from lz_compile.ground import memory
 from lz_compile.ground.machine import environment
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.runtime.choose.problem import Problem
 from lz_compile.runtime.measure import perfdb
 from lz_compile.runtime.measure.estimate import fixed_part

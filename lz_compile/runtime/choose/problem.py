@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.runtime.choose.agreed import Agreement
 from lz_compile.runtime.choose.calls import DISPATCH
 from lz_compile.runtime.kernels.kernel import KernelSpec

@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from lz_compile.errors import NoKernelFoundError
 from lz_compile.ground import health
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.lowering import ops
 from lz_compile.runtime.choose.agreed import Agreed
 from lz_compile.runtime.choose.calls import DISPATCH, call_estimates, eager_kernel, needs_compile

@@ -9,7 +9,7 @@ import torch
 
 from lz_compile.errors import FormulaError
 from lz_compile.ground import events, formulas
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.runtime.problem.context import Dim, SelectionContext, lower, upper
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lz_compile.errors import KernelUnavailableError
 from lz_compile.ground import formulas
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.runtime.kernels import constraints, libraries
 from lz_compile.runtime.kernels.libraries import LazyFunction
 from lz_compile.runtime.problem.context import SelectionContext

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lz_compile.ground import events
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.runtime.kernels import first_import
 from lz_compile.runtime.kernels.first_import import Asked, Tried
 

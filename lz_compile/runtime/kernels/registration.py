@@ -15,7 +15,7 @@ import torch
 from lz_compile.errors import RegistrationError, UnknownOperationError, no_such
 from lz_compile.ground import health
 from lz_compile.ground.hardware import GENERATIONS, INSTRUCTION_SETS
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.runtime.kernels import capabilities, registry
 from lz_compile.runtime.kernels.capabilities import WITHOUT_MEANING, Prior
 from lz_compile.runtime.kernels.kernel import KernelSpec

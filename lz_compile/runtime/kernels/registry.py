@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from lz_compile.errors import RegistrationError, UnknownOperationError
 from lz_compile.ground import events
-from lz_compile.ground.reasons import Reason
-from lz_compile.ground.records import Record
+from lz_compile.ground.records import Reason, Record
 from lz_compile.runtime.kernels import first_import, libraries
 from lz_compile.runtime.kernels.kernel import ADAPTERS, KernelSpec
 from lz_compile.runtime.kernels.libraries import LazyFunction

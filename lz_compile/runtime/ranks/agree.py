@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from lz_compile.errors import ArgumentError
 from lz_compile.ground import events
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.runtime.choose.problem import Decision, Problem
 from lz_compile.runtime.choose.select import select
 from lz_compile.runtime.kernels.kernel import KernelSpec

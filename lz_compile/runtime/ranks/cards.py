@@ -20,8 +20,7 @@ from lz_compile.errors import RanksDifferError
 from lz_compile.ground import events, health
 from lz_compile.ground.fingerprint import source_hash
 from lz_compile.ground.hardware import hardware
-from lz_compile.ground.reasons import Reason
-from lz_compile.ground.records import Record
+from lz_compile.ground.records import Reason, Record
 from lz_compile.lowering import ops
 from lz_compile.runtime.choose.agreed import Agreed
 from lz_compile.runtime.kernels import registry

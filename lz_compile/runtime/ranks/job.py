@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 import msgspec
 
 from lz_compile.ground import events, health
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.runtime.choose.agreed import Agreed, Agreement
 from lz_compile.runtime.choose.problem import Decision, Problem
 from lz_compile.runtime.choose.select import select

@@ -18,7 +18,7 @@ from msgspec import Struct
 from lz_compile.errors import DispatchTableError, nearest
 from lz_compile.ground.files import TooLargeError, read_bounded, write_whole
 from lz_compile.ground.hardware import hardware
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.problem import decision_tree

@@ -27,6 +27,7 @@ from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttr
 
 #: Beside Inductor's own: no more than the rounding of ``a * b + c`` depends on it.
 FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
+_TABLES = frozenset({"block_table", "lengths", "query_starts", "first_keys"})
 
 
 def source(stored: torch.dtype, head_dim: int, value_dim: int, lanes: int, *, has_softcap: bool) -> str:
@@ -54,12 +55,11 @@ def run(x: Operands, attrs: PagedAttentionAttrs, most_queries: int) -> tuple[tor
     requests, columns = x.block_table.shape
     blocks, slots, kv_heads, value_dim = x.value_cache.shape
     out = x.query.new_zeros((tokens, heads, value_dim), dtype=torch.float32)
-    left_out = x.lengths.new_zeros(requests, dtype=torch.int32)
-    readable = _readable(x)
-    tensors = [*readable.flat(), out, left_out]
+    left_out = None if x.query_starts is None else x.lengths.new_zeros(requests, dtype=torch.int32)
+    tensors = [*_readable(x), out, left_out]
     scale = dims**-0.5 if attrs.scale is None else attrs.scale
     sizes = [tokens, heads, kv_heads, requests, columns, blocks, slots, most_queries, attrs.window or 0]
-    strides = [*readable.key_cache.stride(), *readable.value_cache.stride()]
+    strides = [*x.key_cache.stride(), *x.value_cache.stride()]
     numbers = [*sizes, *strides, torch.get_num_threads()]
     function = _function(x.key_cache.dtype, dims, value_dim, cpp_builds.vector_bits() // 32, attrs.softcap is not None)
     found = (ctypes.c_int64 * 2)()
@@ -67,22 +67,23 @@ def run(x: Operands, attrs: PagedAttentionAttrs, most_queries: int) -> tuple[tor
     fault = function(calls.addresses(tensors), calls.integers(numbers), shares, found)
     if fault:
         raise ValueError(fault, *found)
-    many = left_out.nonzero().flatten().tolist() if x.query_starts is not None else []
-    return out, many
+    return out, [] if left_out is None else left_out.nonzero().flatten().tolist()
 
 
-def _readable(x: Operands) -> Operands:
-    """The same as the code reads it: caches as they are, tables in int32, all else in float32; contiguous."""
-    given = x.given()
-    for name, each in given.items():
+def _readable(x: Operands) -> list[torch.Tensor | None]:
+    """The operands as the code reads them: caches as they are, tables in int32, all else in float32; contiguous."""
+    found = x.given()
+    for name, each in found.items():
         if name in ("key_cache", "value_cache"):
             continue
-        is_table = name in ("block_table", "lengths", "query_starts", "first_keys")
-        # What no int32 holds is no place, either.
-        held = each.clamp(-1, 2**31 - 1) if is_table and each.dtype.itemsize > 4 else each
-        expanded = held.expand(x.key_cache.shape[2]) if name.endswith("_scale") else held
-        given[name] = expanded.to(torch.int32 if is_table else torch.float32).contiguous()
-    return Operands(**given)
+        dtype, held = torch.int32 if name in _TABLES else torch.float32, each
+        if name in _TABLES and each.dtype.itemsize > dtype.itemsize:
+            held = each.clamp(-1, 2**31 - 1)  # what no int32 holds is no place, either
+        if name.endswith("_scale"):
+            held = each.expand(x.key_cache.shape[2])
+        # Asked first: a step of decoding is as short as few such calls.
+        found[name] = held if held.dtype == dtype and held.is_contiguous() else held.to(dtype).contiguous()
+    return [found.get(name) for name in x.names]
 
 
 @lru_cache(maxsize=64)

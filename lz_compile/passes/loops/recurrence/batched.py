@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import Size, as_size, shape_of
+from lz_compile.ground.sizes import shape_of, strides_of
 from lz_compile.passes.graph.emitter import Emitter, origin_of
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError
@@ -97,7 +97,7 @@ class Batched:
         places = [0 if node in self.over_time else None for node in edge]
         given = [self.over_time[node] if node in self.over_time else self.always[node] for node in edge]
         values = [known_tensor(node).detach() for node in given]
-        key = (tuple(nodes), tuple((value.dtype, shape_of(value), _strides(value)) for value in values))
+        key = (tuple(nodes), tuple((value.dtype, shape_of(value), strides_of(value)) for value in values))
         if key not in self.traces:
             if where is self.over_time:
                 _check_sizes(nodes, values)
@@ -116,10 +116,6 @@ class Batched:
             elif node.op == "output":
                 return [copies[each] for each in node.args[0]]
         raise LookupError("a graph without an output")
-
-
-def _strides(value: torch.Tensor) -> tuple[Size, ...]:
-    return tuple(as_size(stride) for stride in value.stride())
 
 
 def _check_sizes(nodes: Sequence[fx.Node], values: Sequence[Any]) -> None:

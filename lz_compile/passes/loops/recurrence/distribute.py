@@ -19,8 +19,8 @@ from lz_compile.lowering.checkpointed_scan import CHUNK_NOTE
 from lz_compile.passes.editing.edit import Rewrite, Unproven, apply
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
-from lz_compile.passes.graph.view import known_tensor, tensor_of, value_of, where_of
+from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError, where_of
+from lz_compile.passes.graph.view import known_tensor, tensor_of, value_of
 from lz_compile.passes.loops.recurrence.batched import Around, Batched
 from lz_compile.passes.loops.recurrence.plan import Part, Plan, Readings
 from lz_compile.passes.loops.recurrence.rebuilt_scan import CONTIGUOUS, erase_scan, insert_scan, replace_results

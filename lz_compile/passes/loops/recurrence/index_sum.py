@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from lz_compile.ground.sizes import Size, product
-from lz_compile.passes.formula.axes import Axis, atoms, axes_of, fresh, quotient
+from lz_compile.passes.formula.axes import Axis, LayoutError, atoms, axes_of, fresh, regroup
 from lz_compile.passes.formula.axes import Dims as AxisDims
 from lz_compile.passes.loops.recurrence.index_terms import (
     IDENTITY,
@@ -257,22 +257,12 @@ def refinement(first: Sequence[Size], second: Sequence[Size]) -> list[tuple[Size
     Raises:
         UnreadableError: there are none.
     """
-    runs, rest = [], list(second)
-    for size in first:
-        run, left = [], size
-        while left != 1:
-            over = quotient(left, rest[0]) if rest else None
-            under = quotient(rest[0], left) if rest and over is None else 1
-            if not rest or under is None:
-                raise UnreadableError(f"{tuple(first)} does not regroup as {tuple(second)}")
-            run.append(left if over is None else rest[0])
-            left, rest[0] = (1 if over is None else over), under
-            if under == 1:
-                rest.pop(0)
-        runs.append(tuple(run))
-    if rest:
-        raise UnreadableError(f"{tuple(first)} does not regroup as {tuple(second)}")
-    return runs
+    dims = fresh(first)
+    try:
+        regroup(axes_of(dims), second)
+    except LayoutError:
+        raise UnreadableError(f"{tuple(first)} does not regroup as {tuple(second)}") from None
+    return [tuple(axis.size for axis in atoms(dim)) for dim in dims]
 
 
 def substituted(whole: IndexSum, atom: Atom, value: IndexSum) -> IndexSum:

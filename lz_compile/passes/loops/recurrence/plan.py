@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import as_size
+from lz_compile.ground.sizes import as_size, shape_of, strides_of
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import RefusedError, held_by
 from lz_compile.passes.graph.snapshot import described
@@ -142,8 +142,7 @@ class Readings:
 def _described(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return str(as_size(value))
-    shape, strides = ([as_size(each) for each in sizes] for sizes in (value.shape, value.stride()))
-    return f"{value.dtype} {value.device} {shape} {strides}"
+    return f"{value.dtype} {value.device} {shape_of(value)} {strides_of(value)}"
 
 
 class _Planner:

@@ -14,22 +14,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import sympy
 import torch
 from torch import fx
 
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import Size, as_size, shape_of
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, broadcast_from, fresh
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of
-from lz_compile.passes.loops.recurrence.prefix_scan_reads import StatesRead
+from lz_compile.passes.loops.recurrence.prefix_scan_reads import StatesRead, Updates
 from lz_compile.passes.loops.roll.worthwhile import LEAST_POINTWISE, LEAST_STEPS
-from lz_compile.passes.proof.agreement import agree
-from lz_compile.passes.proof.running import Subgraph
+from lz_compile.passes.proof.running import Subgraph, agree
 
 _ARITHMETIC = frozenset({"add", "sub", "mul", "neg", "addcmul"})
 _SLICES = frozenset({"slice", "getitem", "narrow", "select"})
@@ -43,16 +40,6 @@ _MOST_CALLS = 20_000
 SMALL = 2
 #: Of dimensions that are cut at places of their own, which have their sizes in a proof; the proof of the rewrite is another.
 _MOST_ELEMENTS = 1 << 20
-
-
-@dataclass(frozen=True)
-class Updates:
-    """What drives a recurrence as ``left * right``, products of leaves of ``region``; ``inner`` are the nodes between."""
-
-    left: sympy.Expr
-    right: sympy.Expr
-    region: Region
-    inner: tuple[fx.Node, ...]
 
 
 @dataclass(frozen=True)

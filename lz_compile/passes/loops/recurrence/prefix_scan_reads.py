@@ -1,14 +1,15 @@
-"""What is read of the states of a recurrence in logarithmic depth: a product that sums over some of their dimensions.
+"""What is read of the states of a recurrence in logarithmic depth, a product that sums over some dimensions; what drives it.
 
 Mamba's states are sixteen numbers for each channel and step, of which one is read. A scan that reads them itself never
-writes them. The last states may be read beside that.
+writes them. The last states may be read beside that. Where what drives them is a product of two tensors, neither of which
+has all of their dimensions, a scan is given these.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import sympy
@@ -23,13 +24,15 @@ from lz_compile.passes.formula.expressions import CASTS, is_cast
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, tensor_operands
-from lz_compile.passes.rewriting.core import find_core
+from lz_compile.passes.rewriting.core import Core, core_between, find_core
 
 if TYPE_CHECKING:
     from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan
 
 #: Calls that spell sizes out, which a proof could not change.
 _SPELLED = frozenset({"view", "reshape", "flatten", "unflatten", "expand", "repeat", "broadcast_to"})
+#: How many products may be made of each other.
+_DEEP = 8
 #: What weighs states before they are read.
 _SCALES = frozenset({"mul", "div"})
 
@@ -55,6 +58,31 @@ class StatesRead:
     def query_axes(self) -> frozenset[Axis]:
         """What a query differs over."""
         return self.region.axes_in(self.query)
+
+
+@dataclass(frozen=True)
+class Updates:
+    """What drives a recurrence as ``left * right``, products of leaves of ``region``; ``inner`` are the nodes between."""
+
+    left: sympy.Expr
+    right: sympy.Expr
+    region: Region
+    inner: tuple[fx.Node, ...]
+
+
+def with_reads(scan: PrefixScan, effects: Effects) -> PrefixScan:
+    """A recurrence with what is read of its states, if that is one product; what drives it is taken apart where it may be."""
+    try:
+        read = None if scan.is_reversed else read_of(scan, effects)
+    except RefusedError:  # then the states are there as they are, and are read so
+        read = None
+    if read is None:
+        return scan
+    try:
+        updates = None if scan.has_log_drive else updates_of(scan, read, effects)
+    except (RefusedError, LayoutError):  # then the products are there as they are, and drive it
+        updates = None
+    return scan if updates is None and read.is_tall else replace(scan, read=read, updates=updates)
 
 
 def read_of(scan: PrefixScan, effects: Effects) -> StatesRead | None:
@@ -254,3 +282,69 @@ def _last(states: fx.Node, dims: Dims, node: fx.Node, time: Axis, effects: Effec
         return None
     rest = own[:place] + own[place + 1 :]
     return rest if cut[1][:place] + cut[1][place + 1 :] == (layout.WHOLE,) * len(rest) else None
+
+
+# ---- products of others ----------------------------------------------------------------------------------------------
+
+
+def updates_of(scan: PrefixScan, read: StatesRead, effects: Effects) -> Updates | None:
+    """What drives a recurrence as rank-one updates: the factors that have rows, and all others.
+
+    Raises:
+        RefusedError: the products are used by others as well, or a factor of theirs is divided by.
+    """
+    region = Region(effects)
+    product, is_outer = opened(region, scan.drive, scan.dims[scan.drive])
+    if not is_outer:
+        return None
+    left, right = sympy.S.One, sympy.S.One
+    for factor in sympy.Mul.make_args(product):
+        if region.axes_in(factor).isdisjoint(read.rows):
+            right *= factor
+        else:
+            left *= factor
+    own = region.axes_in(left)
+    if not own.issuperset(read.rows) or region.axes_in(right) <= own | read.query_axes | {scan.time}:
+        return None
+    edges = [leaf.node for leaf in region.leaves_in(product).values()]
+    inner = core_between(effects, edges, region.interior, scan.drive)
+    within = {*inner.nodes, *scan.core}
+    within -= {node for node in inner.nodes if _is_shown(node, effects) and not within.issuperset(node.users)}
+    nodes = sorted(within - {scan.output}, key=effects.position.__getitem__)
+    Core((*nodes, scan.output), effects.ambient(scan.output)).check(effects, {}, "use the outer products nowhere else")
+    if any(map(effects.is_overwritten, (*nodes, *edges))):
+        return None
+    return Updates(left, right, region, tuple(nodes))
+
+
+def _is_shown(node: fx.Node, effects: Effects) -> bool:
+    """Whether a node is another one in another shape, which costs nothing where others need it as well."""
+    call = effects.calls.get(node)
+    return call is not None and layout.is_view(call)
+
+
+def opened(region: Region, node: fx.Node, dims: Dims, depth: int = 0) -> tuple[sympy.Expr, bool]:
+    """A tensor as a product of others, and whether one of these products is outer: each factor lacks an axis of it.
+
+    What holds no outer product is one factor.
+
+    Raises:
+        RefusedError: a factor is divided by as well.
+    """
+    given = None if depth > _DEEP else multiplied(region.effects.calls.get(node), dims)
+    if given is None:
+        return region.leaf(node, dims), False
+    tensors = [(each, own) for each, own, _ in given if isinstance(each, fx.Node)]
+    parts = [opened(region, each, own, depth + 1) for each, own in tensors]
+    axes = set(axes_of(dims))
+    is_outer = any(each for _, each in parts) or (
+        len(parts) > 1 and all(region.axes_in(each) < axes for each, _ in parts)
+    )
+    if not is_outer and len(given) > 1:
+        return region.leaf(node, dims), False
+    region.interior.setdefault(node, dims)
+    values = iter(value for value, _ in parts)
+    factors = [
+        (next(values) if isinstance(each, fx.Node) else region.scalar(each)) ** power for each, _, power in given
+    ]
+    return uncancelled(factors, "an outer product"), is_outer

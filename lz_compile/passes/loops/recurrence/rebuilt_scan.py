@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.layout import stride_order
 from lz_compile.passes.graph.refusal import hold
 from lz_compile.passes.graph.view import known_tensor
@@ -168,6 +167,6 @@ def _with_strides(around: Around, node: fx.Node, old: torch.Tensor) -> fx.Node:
         return node
     if old.is_contiguous():
         return around.call(aten.clone.default, node, **CONTIGUOUS)
-    order, back = stride_order([as_size(stride) for stride in old.stride()])
+    order, back = stride_order(old)
     dense = around.call(aten.clone.default, around.call(aten.permute.default, node, order), **CONTIGUOUS)
     return around.call(aten.permute.default, dense, back)

@@ -26,11 +26,10 @@ from lz_compile.passes.loops.recurrence.step_form import StepForm
 from lz_compile.passes.loops.recurrence.step_rules import shape_of
 from lz_compile.passes.loops.recurrence.step_sizes import elements, traced_shape
 from lz_compile.passes.loops.recurrence.transition import Read, Role, Transition
-from lz_compile.passes.proof.running import run
+from lz_compile.passes.proof.running import agree, run
 
 #: States with more elements than this are left to the proof of the rewrite.
 _LARGEST = 1 << 22
-_TOLERANCE = 1e-9
 
 
 def check(form: StepForm, transition: Transition) -> None:
@@ -60,7 +59,8 @@ def check(form: StepForm, transition: Transition) -> None:
     ours = _step(transition, known, given[state], form.step.sizes.hint)
     for node, value in zip(outputs, ours, strict=True):
         expected = written[node].reshape(value.shape)
-        if not torch.allclose(value, expected, rtol=_TOLERANCE, atol=_TOLERANCE * float(1 + expected.abs().max())):
+        scale = 1 + expected.abs().max()
+        if not agree(value / scale, expected / scale):
             error = float((value - expected).abs().max())
             text = f"{told(node)} as it was read is off by {error:.3g}"
             raise RefusedError("STEP_MISREAD", text, "this is a fault of the recogniser: please report it")

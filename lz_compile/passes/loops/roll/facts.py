@@ -14,8 +14,8 @@ from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.graph.emitter import Emitter
 from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.graph.refusal import RefusedError, mutated, told
-from lz_compile.passes.graph.view import known_tensor, memory_of, tensor_of, where_of
+from lz_compile.passes.graph.refusal import RefusedError, mutated, told, where_of
+from lz_compile.passes.graph.view import known_tensor, memory_of, tensor_of
 from lz_compile.passes.graph.writes import refuse_impure, refuse_transformed
 from lz_compile.passes.loops.roll.body import Body, Gathered, Numbers, Stream
 from lz_compile.passes.loops.roll.outputs import Assignment, Buffer, Collector, Use, buffers_of, collector_of, uses_of

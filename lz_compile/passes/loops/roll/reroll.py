@@ -14,13 +14,13 @@ from functools import partial
 
 from torch import fx
 
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.passes.editing.edit import Rewrite, Unproven, apply
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.expressions import is_constant
 from lz_compile.passes.graph.modes import Ambient
-from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError
-from lz_compile.passes.graph.view import known_tensor, needed, read, tensor_of, where_of
+from lz_compile.passes.graph.refusal import Failure, NearMiss, RefusedError, where_of
+from lz_compile.passes.graph.view import known_tensor, needed, read, tensor_of
 from lz_compile.passes.loops.roll import worthwhile
 from lz_compile.passes.loops.roll.facts import Loop, read_loop
 from lz_compile.passes.loops.roll.roll import SCAN, roll, trial_scan

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import as_size, shape_of
+from lz_compile.ground.sizes import shape_of, strides_of
 from lz_compile.passes.formula.layout import is_returned, stride_order
 from lz_compile.passes.formula.moves import strides_matter
 from lz_compile.passes.graph.emitter import Emitter, origin_of
@@ -225,8 +225,7 @@ class _Readers:
         one, other = tensor_of(operand), tensor_of(value)
         if one is not None and other is not None and other.requires_grad and not one.requires_grad:
             value = self._emit.call("detach", value)
-        old, new = ([as_size(stride) for stride in each.stride()] for each in (one, other) if each is not None)
-        if one is None or old == new or not strides_matter(operand):
+        if one is None or other is None or strides_of(one) == strides_of(other) or not strides_matter(operand):
             return value
         is_static = all(isinstance(size, int) for size in (*one.shape, *one.stride()))
         if is_static and is_returned(operand):  # AOTAutograd replays views of what is returned
@@ -237,7 +236,7 @@ class _Readers:
             blank = self._emit.call(torch.empty_strided, shape, one.stride(), dtype=one.dtype, device=one.device)
             value = self._emit.call("copy_", blank, value)
             return self._emit.call("expand", value, one.shape) if repeated else value
-        order, back = stride_order(old)
+        order, back = stride_order(one)
         return self._emit.call("permute", self._emit.copied(self._emit.call("permute", value, order)), back)
 
     def _item(self, number: int) -> fx.Node:

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from torch._higher_order_ops.scan import ScanAutogradImpl
 
 from lz_compile.ground.isolation import isolated
-from lz_compile.ground.reasons import Reason
+from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import as_size
 from lz_compile.lowering.checkpointed_scan import CHUNK_NOTE, checkpointed_scan, one_by_one
 from lz_compile.passes.editing.edit import RefutedError, Rewrite

@@ -14,8 +14,8 @@ from torch.fx.node import map_aggregate
 from lz_compile.ground.sizes import Size, as_size, shape_of
 from lz_compile.passes.graph.emitter import Emitter
 from lz_compile.passes.graph.gradients import has_gradient
-from lz_compile.passes.graph.refusal import RefusedError, told
-from lz_compile.passes.graph.view import known_tensor, memory_of, needed, read, tensor_of, value_of, where_of
+from lz_compile.passes.graph.refusal import RefusedError, told, where_of
+from lz_compile.passes.graph.view import known_tensor, memory_of, needed, read, tensor_of, value_of
 from lz_compile.passes.graph.writes import WithoutEffects, without_writing
 from lz_compile.passes.loops.roll.body import Around, Body, Carried, Entry, Part, Ref, Streamed
 from lz_compile.passes.loops.roll.search import is_number

@@ -14,8 +14,8 @@ import torch
 from torch import fx
 
 from lz_compile.ground.sizes import as_size, shape_of
-from lz_compile.passes.graph.refusal import RefusedError, mutated, told
-from lz_compile.passes.graph.view import value_of, where_of
+from lz_compile.passes.graph.refusal import RefusedError, mutated, told, where_of
+from lz_compile.passes.graph.view import value_of
 from lz_compile.passes.loops.roll.search import Program, Run, is_number
 from lz_compile.passes.loops.roll.slices import Versions
 from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS

@@ -1,18 +1,22 @@
-"""Recurrences without steps, by running sums or products of decays.
+"""Recurrences without steps, by running sums: of logarithms of decays, or of outer products.
 
 ``exp(s + logcumsumexp(v - s))`` and ``exp(s) * cumsum(b * exp(-s))`` with running sums ``s`` of logarithms, and
 ``p * cumsum(b / p)`` with running products ``p``, are ``h[t] = a[t] h[t-1] + b[t]`` with decays ``a = exp`` of what ``s``
 grows by, or of which ``p`` is the product, and ``b = exp(v)`` in the first. What stands around a running sum is read as an
 expression, in whatever way it is spelled.
 
+``S = cumsum(k v^T)`` over time, of which every step reads ``y[t] = S[t]^T q[t]``, is linear attention without a loop: it adds
+one outer product in each step. The source holds the states of all steps, ``n * d * e`` numbers; a scan holds one.
+
 **Source** Heinsen, "Efficient Parallelization of a Ubiquitous Sequential Computation" (2023); Feng et al., "Were RNNs All We
-Needed?" (2024), appendix B.
+Needed?" (2024), appendix B; Katharopoulos et al., "Transformers are RNNs: Fast Autoregressive Transformers with Linear
+Attention" (2020).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import sympy
@@ -24,10 +28,11 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims, fresh
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
+from lz_compile.passes.graph.refusal import NearMiss, RefusedError, mutated, told
 from lz_compile.passes.graph.view import Call, known_tensor, needed, tensor_of, tensor_operands
 from lz_compile.passes.loops.recurrence.prefix_scan import PrefixScan, dims_of, scans_of, too_short
-from lz_compile.passes.loops.roll.worthwhile import LEAST_POINTWISE
+from lz_compile.passes.loops.recurrence.prefix_scan_reads import opened, read_of, updates_of
+from lz_compile.passes.loops.roll.worthwhile import LEAST_CONTRACTIONS, LEAST_POINTWISE
 from lz_compile.passes.rewriting.core import Core
 
 #: Numbers below which two running sums (some 20 ns a number) cost less than calling a kernel (15 us).
@@ -193,3 +198,54 @@ def _check(core: tuple[fx.Node, ...], leaves: tuple[fx.Node, ...], effects: Effe
     for node in (*core, *leaves):
         if effects.is_overwritten(node):
             raise RefusedError("OPERAND_MUTATED", f"{told(node)} is overwritten", "use its out-of-place form")
+
+
+# ---- outer products --------------------------------------------------------------------------------------------------
+
+
+def running_sums(graph: fx.Graph, effects: Effects, known: Collection[fx.Node]) -> Iterator[PrefixScan | NearMiss]:
+    """Every running sum of outer products that is none of what is ``known``; of those that are read otherwise, how."""
+    sums = (call for call in map(effects.calls.get, graph.nodes) if call is not None and call.name == "cumsum")
+    calls = (call for call in sums if call.node not in known and call.node.users and not call.is_inplace)
+    yield from scans_of(calls, effects, _read_outer)
+
+
+def _read_outer(call: Call, effects: Effects) -> PrefixScan | None:
+    """The recurrence that a running sum is; None where it adds up no outer products.
+
+    Raises:
+        RefusedError: it does, and is used otherwise.
+    """
+    result, source, dim = tensor_of(call.node), tensor_of(call.input), call.get("dim")
+    if result is None or source is None or not isinstance(dim, int) or not result.is_floating_point():
+        return None
+    if not source.is_floating_point() or effects.ambient(call.node).is_transformed:
+        return None
+    dims = dims_of(call.node, (call.input,))
+    scan = PrefixScan(call.node, (call.node,), dim % result.dim(), call.input, None, dims)
+    if not dims[call.node][scan.dim] or not _is_outer(Region(effects), scan):
+        return None
+    steps = result.shape[scan.dim]
+    if isinstance(steps, int) and steps < LEAST_CONTRACTIONS:
+        raise too_short(f"{steps} steps of a running sum of outer products", f"{LEAST_CONTRACTIONS} steps")
+    read = read_of(scan, effects)
+    if read is None and effects.has_mutations:
+        raise mutated("a running sum of outer products is read in no graph that writes in place")
+    if read is None:
+        text = "a running sum of outer products is used otherwise than by one product with the queries of each step"
+        edit = (
+            "read the states by einsum('bhnd,bhnde->bhne', query, states), and use them, beside the last, nowhere else"
+        )
+        raise RefusedError("STATES_READ_OTHERWISE", text, edit)
+    return replace(scan, read=read, updates=updates_of(scan, read, effects))
+
+
+def _is_outer(region: Region, scan: PrefixScan) -> bool:
+    """Whether a running sum adds up products, at each time, of every element of one tensor with every one of another."""
+    drive = region.effects.calls.get(scan.drive)
+    is_backwards = drive is not None and drive.name == "flip"  # refused, by its reason
+    shown = drive.input if drive is not None and is_backwards else scan.drive
+    product, _ = opened(region, shown, scan.dims[scan.drive])
+    axes = [region.axes_in(factor) for factor in sympy.Mul.make_args(product)]
+    over_time = [each for each in axes if scan.time in each]
+    return any(one - other and other - one for one in over_time for other in over_time)
