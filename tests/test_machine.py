@@ -206,3 +206,8 @@ def test_conditions_of_a_gpu_hold_its_own_memory(monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", _nvml())
     expected = {"memory_pressure": "medium", "gpu_temperature": "cold", "power_state": "boost"}
     assert machine.conditions("cuda") == expected
+
+
+def test_a_compiler_of_no_name_is_none(monkeypatch):
+    monkeypatch.setenv("CXX", " ")
+    assert '"none"' in machine.code_runs_on()

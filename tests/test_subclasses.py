@@ -183,3 +183,40 @@ def test_a_spelling_that_computes_something_else_is_refuted(monkeypatch):
         torch.testing.assert_close(torch.compile(model, backend=backend, fullgraph=True)(x), model(x))
     assert not backend.report.matches
     assert "EDIT_REFUTED" in {event.code for event in backend.report.events}
+
+
+class Named(torch.Tensor):
+    """A tensor that only carries something along, as those of torchvision and fastai do."""
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["inference", "training"])
+def test_kernels_take_tensors_of_a_class_that_holds_no_others(requires_grad):
+    def model(query, key, value):
+        future = torch.ones(24, 24, dtype=torch.bool).triu(1)
+        return (query @ key.transpose(-2, -1)).masked_fill(future, -torch.inf).softmax(-1) @ value
+
+    def run(call, dtype):
+        torch.manual_seed(0)
+        inputs = [torch.randn(1, 2, 24, 8).to(dtype).as_subclass(Named).requires_grad_(requires_grad) for _ in "qkv"]
+        result = call(*inputs)
+        grads = torch.autograd.grad(result.sum(), inputs) if requires_grad else ()
+        return type(result), [each.as_subclass(torch.Tensor).double() for each in (result, *grads)]
+
+    compiled = torch.compile(model, backend="layerzero", options={"layerzero.lock": {"attention": "torch.sdpa"}})
+    found, values = run(compiled, torch.float32)
+    assert [match.rewritten for match in lz.reports()[0].matches] == [True]
+    assert found is Named
+    torch.testing.assert_close(values, run(model, torch.float64)[1], atol=1e-5, rtol=1e-5)
+
+
+def test_results_that_are_made_of_other_tensors_are_left_with_a_reason():
+    def model(x):
+        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)).values()
+
+    backend = Rewriting(lock={"norm": "torch.norm"}, strict=True)
+    x = torch.nested.nested_tensor([torch.randn(5, 32), torch.randn(3, 32)], layout=torch.jagged)
+    torch.testing.assert_close(torch.compile(model, backend=backend)(x), model(x))
+    assert [str(reason) for match in backend.report.matches for reason in match.reasons] == [
+        "[TENSOR_SUBCLASS] it gives a NestedTensor, which is made of other tensors; kernels give plain ones"
+    ]
+    assert not backend.report.events

@@ -461,3 +461,20 @@ def test_a_piece_of_every_second_element_is_a_value() -> None:
     assert "slice_scatter" in code
     assert "target=mul_]" not in code
     assert "setitem" not in code
+
+
+def test_values_are_given_where_strides_are_symbolic() -> None:
+    def model(x: Tensor, y: Tensor) -> Tensor:
+        x.mul_(2)
+        row = x + y
+        row *= torch.rsqrt(row.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return row
+
+    def run(call: Callable[..., Tensor]) -> list[Tensor]:
+        wide = [torch.arange(4 * width).view(4, width).sin() for width in (40, 50, 60)]
+        return [*(call(each[:, 3 : 3 + SIZE], torch.ones(SIZE)) for each in wide), *wide]
+
+    backend = Rewriting(lock={"norm": "torch.norm"})
+    torch.testing.assert_close(run(torch.compile(model, backend=backend)), run(model))
+    assert [graph.matches[0].rewritten for graph in backend.report.graphs] == [True, True], backend.why_not()
+    assert not backend.report.events, backend.why_not()

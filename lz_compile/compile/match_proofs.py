@@ -6,9 +6,22 @@ from lz_compile.compile.stages import State, timed
 from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
 from lz_compile.ground.records import Reason
+from lz_compile.passes.graph.view import is_subclass, tensor_of
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.report.report import MatchReport
 from lz_compile.runtime.kernels.kernel import KernelSpec
+
+
+def why_aside(match: Match) -> Reason | None:
+    """Why no kernel is asked for: nobody reads what it would give, or its results are no plain tensors."""
+    if not any(node.users for node in match.outputs):
+        return Reason("PART_OF_ANOTHER", "a rewrite of what it is part of made it superfluous")
+    given = next((each for each in map(tensor_of, match.outputs) if is_subclass(each)), None)
+    if given is None:
+        return None
+    return Reason(
+        "TENSOR_SUBCLASS", f"it gives a {type(given).__name__}, which is made of other tensors; kernels give plain ones"
+    )
 
 
 def is_loaded(match: Match, kernel: KernelSpec, entry: MatchReport, state: State) -> bool:

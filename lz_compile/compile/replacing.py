@@ -11,7 +11,7 @@ from functools import partial
 from torch import fx
 
 from lz_compile.compile.choices import Choices
-from lz_compile.compile.match_proofs import is_loaded, proven, why_not
+from lz_compile.compile.match_proofs import is_loaded, proven, why_aside, why_not
 from lz_compile.compile.own_calls import selects_itself, with_own_kernel
 from lz_compile.compile.stages import State, timed
 from lz_compile.errors import RewriteFailedError
@@ -227,9 +227,9 @@ def _left(match: Match) -> str:
 
 def _replace(match: Match, entry: MatchReport, state: State) -> None:
     """Rewrite with the best kernel that proves to be right; each that does not is quarantined."""
-    if not any(node.users for node in match.outputs):
+    if (aside := why_aside(match)) is not None:
         entry.kernel = INDUCTOR
-        entry.reasons.append(Reason("PART_OF_ANOTHER", "a rewrite of what it is part of made it superfluous"))
+        entry.reasons.append(aside)
         return
     decision = _decide(match, entry, state)
     if match.site.output in state.choices.fusions:

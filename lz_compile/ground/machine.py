@@ -107,7 +107,7 @@ def _compiler() -> str:
 
 @cache
 def _file_of(command: str) -> str:
-    path = shutil.which(command.split(maxsplit=1)[0])
+    path = shutil.which(command.partition(" ")[0])
     if path is None:
         return "none"
     status = Path(path).resolve().stat()

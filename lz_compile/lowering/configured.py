@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch._functorch import config as functorch_config
 from torch._inductor import config as inductor_config
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def config_of(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
@@ -75,3 +77,26 @@ def why_no_regions() -> str:
 def captures_cuda_graphs(device: str) -> bool:
     """Whether the compile that goes on puts what runs on ``device`` into CUDA graphs."""
     return device == "cuda" and bool(_configuration.get().get("triton.cudagraphs", inductor_config.triton.cudagraphs))
+
+
+def let_subclasses_in(compiled: Callable[..., Any], inputs: Sequence[Any]) -> Callable[..., Any]:
+    """What was compiled for ``inputs``, so that it may be called with tensors of a class of their own.
+
+    PyTorch (2.13) watches the first call for operators whose results share memory with operands, and every operator that is
+    called on such a tensor raises there: Inductor's own products, and the kernels that we call.
+    """
+    name = "check_custom_op_aliasing"
+    if not hasattr(functorch_config, name) or not any(map(_is_plain_subclass, inputs)):
+        return compiled
+
+    def unwatched(*args: Any) -> Any:
+        with functorch_config.patch({name: False}):
+            return compiled(*args)
+
+    return unwatched
+
+
+def _is_plain_subclass(value: object) -> bool:
+    """Whether it is a tensor of the user's class that holds no others, as most do that only carry something along."""
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    return isinstance(value, torch.Tensor) and type(value) not in kinds and not is_traceable_wrapper_subclass(value)

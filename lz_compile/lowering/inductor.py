@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from lz_compile.ground import events
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
-from lz_compile.lowering.configured import configuration
+from lz_compile.lowering.configured import configuration, let_subclasses_in
 from lz_compile.lowering.cpp_builds import element_by_element, kernels_joined, know_instructions
 from lz_compile.lowering.frames import RESTARTS, allow_counters, apart
 from lz_compile.lowering.overwritten_inputs import (
@@ -101,7 +101,7 @@ def compile_graph(
     with folded, _without_recomputation(module), rounded, kernels_joined():
         compiled = cast("Callable[..., Any]", compile_fx(module, inputs, _compile_inner, config_patches=patches))
     del known
-    return compiled
+    return let_subclasses_in(compiled, inputs)
 
 
 #: Changes of a graph that Inductor compiles next, in place: a forward, a backward, or what has none.

@@ -147,7 +147,7 @@ def compilers(device: torch.device) -> Compilers:
 
 
 def _version(command: str) -> str | None:
-    found = shutil.which(command.split(maxsplit=1)[0])
+    found = shutil.which(command.partition(" ")[0])
     if found is None:
         return None
     try:

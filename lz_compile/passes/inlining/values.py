@@ -307,9 +307,10 @@ def _stores_back(node: fx.Node, target: fx.Node) -> bool:
     return node.target is operator.setitem and memory_of(node.args[2]) == memory_of(target)
 
 
-def _place(piece: fx.Node) -> tuple[int, ...]:
+def _place(piece: fx.Node) -> str:
+    """Where a piece lies, as text: symbolic offsets and strides have no hash."""
     tensor = known_tensor(piece)
-    return (tensor.storage_offset(), *tensor.shape, *tensor.stride())
+    return repr((tensor.storage_offset(), *tensor.shape, *tensor.stride()))
 
 
 def _root(view: View) -> View:
