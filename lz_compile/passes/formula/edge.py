@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.expressions import is_cast, is_constant
+from lz_compile.passes.formula.expressions import is_cast, is_constant, made_of
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import tensor_of
@@ -30,12 +30,6 @@ def behind_casts(effects: Effects, node: fx.Node) -> fx.Node:
         node = call.input
 
 
-def made_of(effects: Effects, node: fx.Node) -> list[fx.Node]:
-    """What a value is computed from; ``x.to(other)`` asks another tensor for its dtype only."""
-    call = effects.calls.get(node)
-    return [call.input] if call is not None and is_cast(call) else node.all_input_nodes
-
-
 @dataclass
 class Edge:
     """Where reading stops: at the source, and at what is neither computed from it nor from weights alone."""
@@ -56,7 +50,7 @@ class Edge:
         stack = [node]  # what lies between may be a whole model: too deep for calls of calls
         while stack:
             top = stack[-1]
-            operands = made_of(self.effects, top) if self.effects.position[top] > first else []
+            operands = made_of(top, self.effects.calls.get(top)) if self.effects.position[top] > first else []
             if top is self.source or any(known.get(operand) for operand in operands):
                 known[top] = True
             elif top not in known and (unknown := [operand for operand in operands if operand not in known]):
@@ -83,7 +77,7 @@ class Edge:
         """The operands of which values are read, not just a shape or a dtype."""
         call = self.effects.calls.get(node)
         is_laid_out = call is not None and layout.rearranges(call)
-        return [call.input] if call is not None and is_laid_out else made_of(self.effects, node)
+        return [call.input] if call is not None and is_laid_out else made_of(node, self.effects.calls.get(node))
 
     def is_weight(self, node: fx.Node, depth: int = _DEPTH) -> bool:
         """Whether a value is given, or a pointwise function of what is."""

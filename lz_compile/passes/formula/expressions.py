@@ -171,6 +171,11 @@ def is_cast(call: Call) -> bool:
     return result.is_floating_point() or result.dtype == torch.bool
 
 
+def made_of(node: fx.Node, call: Call | None) -> list[fx.Node]:
+    """What a node is computed from, by the call that it is; ``x.to(other)`` asks another tensor for its dtype only."""
+    return [call.input] if call is not None and is_cast(call) else node.all_input_nodes
+
+
 def narrows(call: Call) -> bool:
     """Whether a cast goes to a dtype of smaller range."""
     kinds = [tensor_of(node).dtype for node in (call.input, call.node)]  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
-from lz_compile.passes.formula.edge import made_of
+from lz_compile.passes.formula.expressions import made_of
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError, mutated, told
@@ -121,7 +121,7 @@ def find_core(effects: Effects, first: fx.Node, output: fx.Node, *, is_operand: 
             return known
         depends[node] = False
         if effects.position[node] > start:
-            inputs = [effects.current(operand, node) for operand in made_of(effects, node)]
+            inputs = [effects.current(operand, node) for operand in made_of(node, effects.calls.get(node))]
             found = [visit(operand) for operand in inputs]  # all of them, for their place in the order
             depends[node] = any(found)
             made = (each for each in inputs if depends[each] and not (is_operand and each is first))
