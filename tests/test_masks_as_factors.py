@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from backends import Rewriting
@@ -29,6 +31,10 @@ class Attention(nn.Module):
         """1 where a query sees a key, 0 elsewhere."""
         if self.mask == "made":
             return torch.tril(torch.ones_like(scores))
+        if self.mask == "made and changed":
+            made = torch.ones(LENGTH, LENGTH).tril()
+            made.detach()[3, 0] = 0.5
+            return made
         if self.mask == "made by halves":
             return 1 - torch.triu(torch.ones(LENGTH, LENGTH), 1)
         part = self.buffer[:LENGTH, :LENGTH]
@@ -39,6 +45,8 @@ class Attention(nn.Module):
         kept = self.kept(scores)
         if self.use == "filled":
             return scores.masked_fill(kept == 0, -1e9).softmax(-1) @ value
+        if self.use == "compared":
+            return scores.masked_fill(kept < 0.95, -1e9).softmax(-1) @ value
         if self.use == "scores":
             return (scores * kept - 1e4 * (1 - kept)).softmax(-1) @ value
         if self.use == "added":
@@ -93,6 +101,38 @@ def test_other_values_of_the_buffer_are_seen(mask):
     for values in (torch.ones(MOST, MOST).tril(2), torch.rand(MOST, MOST)):
         module.buffer.copy_(values)
         torch.testing.assert_close(compiled(*inputs), module(*inputs), rtol=1e-4, atol=1e-5)
+
+
+class Faded(Attention):
+    """A mask that is written to at every call, in a way that its version does not count, ahead of its use or after it."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        if self.mask == "ahead":
+            self.buffer.data.mul_(0.9)
+        result = super().forward(query, key, value)
+        if self.mask == "behind":
+            self.buffer.data.mul_(0.9)
+        return result
+
+
+@pytest.mark.parametrize("use", ["scores", "compared"])
+@pytest.mark.parametrize("mask", ["ahead", "behind"])
+def test_a_buffer_that_the_graph_overwrites_holds_anything(mask, use):
+    module, backend, inputs = Faded(mask, use), Rewriting(), _inputs()
+    alike = copy.deepcopy(module)
+    compiled = _compiled(module, backend)
+    for _ in range(3):
+        torch.testing.assert_close(compiled(*inputs), alike(*inputs), rtol=1e-4, atol=1e-5)
+    assert [match.rewritten for match in backend.report.matches] == [True] * (use == "compared"), backend.why_not()
+    assert use == "compared" or "SCALE_BY_SCORE" in backend.why_not()
+
+
+@pytest.mark.parametrize("use", ["scores", "probabilities"])
+def test_a_mask_that_is_overwritten_before_it_is_used_holds_anything(use):
+    module, backend, inputs = Attention("made and changed", use), Rewriting(), _inputs()
+    torch.testing.assert_close(_compiled(module, backend)(*inputs), module(*inputs))
+    assert not backend.report.matches
+    assert ("SCALE_BY_SCORE" if use == "scores" else "NOT_AN_EXPONENTIAL") in backend.why_not()
 
 
 def test_a_mask_that_is_given_may_hold_anything():

@@ -169,7 +169,7 @@ def _why_not(effects: Effects, node: fx.Node, call: Call | None) -> Reason | Non
     elif isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return _refusal(f"{told(node)} is symbolic")
     if call is None:
-        is_known = frames.buffer_value(node) is not None
+        is_known = frames.buffer_value(node) is not None and not effects.is_overwritten(node)
         return None if is_known else _refusal(f"{told(node)} is an input, or had other values in a call before")
     if node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
         return _refusal(f"{told(node)} calls another graph")

@@ -121,7 +121,12 @@ class Masks:
     def flag(self, node: fx.Node) -> tuple[fx.Node, ...] | None:
         """The buffers that say of a floating-point tensor that it holds 0 and 1, nothing else; None where nothing does."""
         tensor = tensor_of(node)
-        if tensor is None or not tensor.is_floating_point() or self.effects.reshapes:
+        if (
+            tensor is None
+            or not tensor.is_floating_point()
+            or self.effects.reshapes
+            or self.effects.is_overwritten(node)
+        ):
             return None
         dims = fresh(shape_of(tensor))
         reader = Reader(self.effects, self.constants, axes_of(dims))
