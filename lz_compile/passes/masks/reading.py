@@ -135,7 +135,11 @@ class Masks:
         if isinstance(value, Piecewise) and {each for _, each in value.cases} == {ZERO, ONE}:
             return tuple(reader.buffers)
         known = self.constants.value(node)
-        return known.buffers if isinstance(known, Known) and known.value.unique().tolist() == [0, 1] else None
+        if not isinstance(known, Known):
+            return None
+        ones = known.value.bool()  # no unique(), which sorts: seconds for the tables and caches that modules hold
+        holds_both = bool(ones.any()) and not bool(ones.all())
+        return known.buffers if holds_both and bool((known.value == ones).all()) else None
 
     def values(self, node: fx.Node) -> torch.Tensor | None:
         """What a mask holds where that depends on constants only."""
