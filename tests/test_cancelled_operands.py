@@ -66,3 +66,23 @@ def test_what_cancels_out_keeps_its_nan_and_its_gradient(place: str, way: str):
     # What is recognised ends before it, unless only the whole expression shows that it cancels out.
     is_seen = way in ("in a polynomial", "chosen or not") or place not in ("values", "a norm", "a gated product")
     assert is_seen or any(match.rewritten for match in backend.report.matches), backend.why_not()
+
+
+#: Functions of a tensor that ask another one for its dtype only.
+LENT: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "norm": lambda x, y: (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6).to(y)).to(y) * 2,
+    "mlp": lambda x, y: F.silu((x @ GATE.to(x)).to(y)) * (x @ UP.to(x)).type_as(y),
+    "attention": lambda x, y: (x @ x.mT * 0.3).to(y).softmax(-1) @ x,
+}
+
+
+@pytest.mark.parametrize("op", LENT)
+def test_what_only_lends_its_dtype_is_no_operand(op: str):
+    function = LENT[op]
+    x, y = torch.randn(2, LENGTH, WIDTH), torch.full((3,), torch.nan)
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"norm": "torch.norm", "mlp": "torch.mlp"})
+    found = torch.compile(function, backend=backend, fullgraph=True)(x, y)
+    assert [(match.op, match.rewritten) for match in backend.report.matches] == [(op, True)], backend.why_not()
+    exact = function(x.double(), y.double())
+    torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)

@@ -143,7 +143,7 @@ def _data_inputs(node: fx.Node) -> list[fx.Node]:
         return []
     if call.name == "getitem":
         return [each for each in _values(node) if each is call.input or tensor_of(each) is not None]
-    if call.name in layout.SIZED or call.name in ("type_as", "dropout") or is_constant(call):
+    if call.name in layout.SIZED or call.name in ("type_as", "to", "dropout") or is_constant(call):
         return [call.input] if isinstance(call.input, fx.Node) and not is_constant(call) else []
     return _values(node)
 
@@ -165,14 +165,14 @@ def _copy(
     if call is not None and call.name in layout.SIZED and node in match.read:
         return _resized(graph, match, call, values[call.input], sizes)
     example = tensor_of(node)
+    kind = None if example is None else example.dtype if dtype is None else _with_dtype(example.dtype, dtype)
     if call is not None and is_constant(call) and example is not None and node in match.read:
-        kind = _with_dtype(example.dtype, dtype) if dtype is not None else example.dtype
         extents = shape(match.read[node], sizes)
         return graph.call_function(
             torch.full, (extents, constant_value(call) or 0), {"dtype": kind, "device": example.device}
         )
-    if call is not None and call.name == "type_as" and example is not None:
-        return graph.call_method("to", (values[call.input], dtype or example.dtype))
+    if call is not None and call.name in ("type_as", "to") and example is not None and len(node.all_input_nodes) > 1:
+        return graph.call_method("to", (values[call.input], example.device, kind))
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: values[n] if n in values else hint_of(n))
     if call is not None and call.name == "dropout":
         return graph.call_function(torch.nn.functional.dropout, (args[0], 0.0))
