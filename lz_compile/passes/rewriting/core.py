@@ -48,7 +48,7 @@ class Core:
         """
         inside = set(self.nodes)
         for node in self.nodes[:-1]:
-            outside = [user for user in node.users if user not in inside and not _measures(user)]
+            outside = [user for user in node.users if user not in inside and not _measures(user, node)]
             if outside:
                 raise RefusedError(
                     "INTERIOR_USED",
@@ -101,10 +101,10 @@ def _reader(node: fx.Node) -> str:
     return "returned" if node.op == "output" else f"used by {told(node)}"
 
 
-def _measures(node: fx.Node) -> bool:
-    """Whether only the size of a value is asked for, which nobody has to compute the value for."""
-    call = read(node)
-    return call is not None and call.name in ("size", "dim", "numel")
+def _measures(user: fx.Node, node: fx.Node) -> bool:
+    """Whether only the size or the dtype of a value is asked for, which nobody has to compute the value for."""
+    call = read(user)
+    return call is not None and (call.name in ("size", "dim", "numel") or node not in made_of(user, call))
 
 
 def find_core(effects: Effects, first: fx.Node, output: fx.Node, *, is_operand: bool = False) -> Core:
