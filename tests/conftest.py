@@ -108,65 +108,6 @@ def _read_settings_quickly() -> None:
 _read_settings_quickly()
 
 
-def _flatten_quickly() -> None:
-    """Dynamo traces PyTorch's code for containers to look into what a scan is given and gives: a fifth of tracing one."""
-    from torch._dynamo.variables import higher_order_ops as operators
-    from torch._dynamo.variables.base import ValueMutationNew
-    from torch._dynamo.variables.builder import SourcelessBuilder
-    from torch._dynamo.variables.lists import ListVariable, TupleVariable
-    from torch.utils import _pytree as pytree
-
-    inlined = operators._make_inlined
-    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):  # variables are made in another way there
-        return
-
-    def listed(items: Sequence[Any]) -> Any:
-        return ListVariable(list(items), mutation_type=ValueMutationNew())
-
-    def flat(tree: Any, leaves: list[Any]) -> Any:
-        tree = tree.realize()
-        if type(tree) in (ListVariable, TupleVariable):
-            found = [flat(each, leaves) for each in tree.items]
-            return found if type(tree) is ListVariable else tuple(found)
-        if not tree.is_tensor():
-            raise LookupError
-        leaves.append(tree)
-        return None
-
-    def nested(spec: Any, left: Iterator[Any]) -> Any:
-        if spec.is_leaf():
-            return next(left)
-        if spec.type not in (list, tuple):
-            raise LookupError
-        found = [nested(each, left) for each in spec.children()]
-        return listed(found) if spec.type is list else TupleVariable(found)
-
-    def quick(tx: Any, function: Any) -> Callable[..., Any]:
-        def call(*given: Any, **named: Any) -> Any:
-            try:
-                if function is pytree.tree_unflatten:
-                    leaves, spec = given
-                    if spec.value.num_leaves != len(leaves.items):
-                        raise LookupError
-                    return nested(spec.value, iter(leaves.items))
-                (tree,), found = given, []
-                spec = pytree.tree_structure(flat(tree, found))  # None stands for a tensor: a leaf, too
-            except (LookupError, AttributeError, ValueError):  # other containers, or a spec that was traced
-                return inlined(tx, function)(*given, **named)
-            if function is pytree.tree_leaves:
-                return listed(found)
-            spec = SourcelessBuilder.create(tx, spec)
-            return spec if function is pytree.tree_structure else TupleVariable([listed(found), spec])
-
-        trees = (pytree.tree_flatten, pytree.tree_leaves, pytree.tree_structure, pytree.tree_unflatten)
-        return call if function in trees else inlined(tx, function)
-
-    operators._make_inlined = quick
-
-
-_flatten_quickly()
-
-
 def _interpret_quickly() -> None:
     """Triton's interpreter looks through all of its language and types at every call of a function: half of its time."""
     from triton import language

@@ -39,7 +39,7 @@ class Operands:
 
     def given(self) -> dict[str, Any]:
         """The operands that there are, by name."""
-        return {name: each for name in self.names if (each := getattr(self, name)) is not None}
+        return {name: each for name, each in zip(self.names, self.flat(), strict=True) if each is not None}
 
     def has(self, *names: str) -> dict[str, bool]:
         """Which of some optional operands there are, as attributes tell it: ``has_bias``."""
