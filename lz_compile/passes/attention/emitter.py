@@ -88,7 +88,7 @@ class AttentionEmitter(TableEmitter):
     sees_keys: bool = False
     distance: sympy.Expr = sympy.S.Zero
     value_gain: sympy.Expr = sympy.S.One
-    largest: float = 12.0
+    may_vanish: bool = False
     mask_label: str = ""
     mask_reasons: tuple[Reason, ...] = ()
 
@@ -283,7 +283,8 @@ class AttentionEmitter(TableEmitter):
         )
         trial = Trial(
             limited=frozenset((*self.roles.features, *self.roles.value_features)),
-            largest=self.largest,
+            # Of larger operands exponentials are infinite, or all that a mask keeps are zero beside one that it drops.
+            largest=4.0 if self.may_vanish else Trial.largest,
             masked_rows_count=not (self.is_undefined_when_masked or self.sees_keys),
             # What SDPA's own backward gives for rows that a finite bias masks completely depends on its implementation.
             masked_rows_are_finite=(source_kernel is None or self.bias == 0)

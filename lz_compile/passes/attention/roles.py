@@ -76,13 +76,12 @@ def assign_roles(read: Weighing) -> AttentionEmitter:
     output_gain = tidy(sympy.expand(read.gain * values.factor))
     floor = inner.floor if bias != 0 else None
     attrs = attrs if floor is None else replace(attrs, rounds_bias=False)
-    # Of larger operands exponentials are infinite, or all that a mask keeps are zero beside one that it drops.
     may_vanish = found.is_exponential and (inner.shift == 0 or found.keep != 1)
     return AttentionEmitter(
         region, roles, query, key, values, query_gain, key_gain, keep, bias, output_gain, found.sinks, output,
         read.output_dims, dtype, attrs, passed, floor, inner.fill or sympy.S.Zero,
         found.rounds_masked_rows or (found.is_exponential and inner.shift == 0), distance=inner.distance,
-        value_gain=read.value_gain, largest=4.0 if may_vanish else 12.0,
+        value_gain=read.value_gain, may_vanish=may_vanish,
     )  # fmt: skip
 
 
