@@ -1,6 +1,6 @@
 """Latency from first principles: what a kernel does (:mod:`lz_compile.lowering.work`) times what that takes on this machine.
 
-The rates of a machine are measured once for each dtype, in less than a second, by PyTorch's own operators at two sizes each:
+The rates of a machine are measured once for each dtype, in a second or two, by PyTorch's own operators at two sizes each:
 nothing is compiled for that, and nothing of it comes from another machine, unless this one is too busy to tell.
 """
 
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import itertools
 import logging
 import math
 import mmap
@@ -39,8 +38,11 @@ NOISE = 0.15
 _ROWS, _KEYS = (64, 512), (256, 4096)
 _HEADS, _DIM, _GROUP = 8, 64, 4
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_PASSES, _LEAST_S = 3, 1e-3
-#: What two measurements of a rate may differ by.
+_LEAST_S = 1e-3
+#: How often all is measured, and where rates do not agree; no further pass begins after so many seconds, and after those.
+_PASSES, _MOST_PASSES = 6, 12
+_ENOUGH_S, _MOST_S = 1.0, 3.0
+#: What the two best measurements of a rate may differ by.
 _AGREE = 1.6
 #: The share of the time that a thread has at least where nothing else runs: one of three on two cores has 0.67.
 _OWN = 0.8
@@ -90,7 +92,7 @@ def parts(kernel_id: str, context: SelectionContext, sizes: Mapping[str, int]) -
     if _is_impersonal.get():
         return usual(context.dtype).us(work)
     is_here = context.hardware == hardware("cpu")
-    return (rates(context.dtype) if is_here else usual(context.dtype, _has_tiles(context.hardware))).us(work)
+    return (rates(context.dtype) if is_here else usual(context.dtype, context.hardware.isa)).us(work)
 
 
 @contextmanager
@@ -159,37 +161,49 @@ def _alone(dtype: torch.dtype) -> Rates | None:
         return measured(dtype)
 
 
-def _has_tiles(machine: Hardware) -> bool:
-    return "amx" in machine.isa
-
-
 def _usual_here(dtype: torch.dtype) -> Rates:
-    return usual(dtype, _has_tiles(hardware("cpu")))
+    return usual(dtype, hardware("cpu").isa)
 
 
 @cache
-def usual(dtype: torch.dtype, has_tiles: bool = True) -> Rates:
-    """The rates of a usual machine, which the file beside this one names; ``has_tiles``: AMX, for 16 bits."""
+def usual(dtype: torch.dtype, isa: frozenset[str] = frozenset({"amx"})) -> Rates:
+    """The rates of a usual machine with these instruction sets, which the file beside this one names.
+
+    They matter in 16 bits: with AMX products are fast, with AVX2 alone PyTorch's loops take a hundred times as long.
+    """
     text = Path(__file__).with_name("usual_rates.json").read_bytes()
     tables: dict[str, Any] = msgspec.json.decode(text)["rates"]
-    narrow = "bfloat16" if has_tiles else "bfloat16 without tiles"
+    is_oldest = "avx2" in isa and "avx512" not in isa
+    narrow = "bfloat16" if "amx" in isa else f"bfloat16 without {'AVX-512' if is_oldest else 'tiles'}"
     return msgspec.convert({"by_kind": tables["float32" if dtype.itemsize > 2 else narrow]}, Rates)
 
 
 def measured(dtype: torch.dtype) -> Rates | None:
-    """Measure them now, in two halves that have to agree; of a rate, the best counts: what else is run only adds to it.
+    """Measure them now. Of a rate, the best counts that another pass comes near: what else is run only adds to it.
 
-    None where they do not, or where others have the processor meanwhile: this thread never waits for anything else.
+    None where there is no such, or where others have the processor meanwhile: this thread never waits for anything else.
     """
     clock, own = time.perf_counter(), time.thread_time()
-    first, second = ([_pass(dtype) for _ in range(_PASSES)] for _ in range(2))
-    if time.thread_time() - own < _OWN * (time.perf_counter() - clock):
+    passes: list[Mapping[str, Sequence[tuple[float, float]]]] = []
+    for count in range(_MOST_PASSES):
+        spent = time.perf_counter() - clock
+        is_enough = count >= _PASSES or spent > _ENOUGH_S
+        if count >= 2 and is_enough and (spent > _MOST_S or _agree(passes)):
+            break
+        passes.append(_pass(dtype))
+    if time.thread_time() - own < _OWN * (time.perf_counter() - clock) or not _agree(passes):
         return None
-    one, other = _best(first), _best(second)
-    pairs = zip(itertools.chain(*one.by_kind.values()), itertools.chain(*other.by_kind.values()), strict=True)
-    if any(max(a, b) > _AGREE * min(a, b) for (_, a), (_, b) in pairs):
-        return None
-    return _best([*first, *second])
+    return _best(passes)
+
+
+def _agree(passes: Sequence[Mapping[str, Sequence[tuple[float, float]]]]) -> bool:
+    """Whether the best of every rate is no chance: the second best is near."""
+    for kind, points in passes[0].items():
+        for place in range(len(points)):
+            best, second = sorted(each[kind][place][1] for each in passes)[:2]
+            if second > _AGREE * best:
+                return False
+    return True
 
 
 def _best(passes: Sequence[Mapping[str, Sequence[tuple[float, float]]]]) -> Rates:
