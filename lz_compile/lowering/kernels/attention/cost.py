@@ -170,7 +170,7 @@ def _work(x: _Shape, amounts: Mapping[Kind, float], rows: int | None = None) -> 
     size: dict[Kind, float] = dict.fromkeys(kinds, min(x.rows, rows or x.rows))
     return Work(
         {kind: amount for kind, amount in amounts.items() if amount},
-        {**size, "row": x.read, "group": x.keys, "fused_row": x.keys},
+        {**size, "row": x.read, "group": x.keys, "fused_row": x.keys if x.is_half else x.read},
     )
 
 
