@@ -23,18 +23,25 @@ def _shifted(scores: Tensor, values: Tensor, sink: Tensor, top: Tensor) -> Tenso
     return weights / ((sink - top).exp() + weights.sum(-1, keepdim=True)) @ values
 
 
+def _beside(scores: Tensor, sink: Tensor) -> Tensor:
+    return torch.cat([scores, sink.expand(*scores.shape[:-1], 1)], -1)
+
+
 def _summed_by_hand(scores: Tensor, values: Tensor, sink: Tensor) -> Tensor:
     return (scores.softmax(-1) @ values) * torch.sigmoid(_total(scores).log() - sink)
 
 
 SPELLINGS: dict[str, Spelling] = {
-    "column": lambda s, v, t: torch.cat([s, t.expand(*s.shape[:-1], 1)], -1).softmax(-1)[..., :-1] @ v,
-    "column, cast": lambda s, v, t: torch.cat([s, t.expand(*s.shape[:-1], 1)], -1).double().softmax(-1)[..., :-1] @ v,
+    "column": lambda s, v, t: _beside(s, t).softmax(-1)[..., :-1] @ v,
+    "column, cast": lambda s, v, t: _beside(s, t).double().softmax(-1)[..., :-1] @ v,
     "denominator": lambda s, v, t: s.exp() / (t.exp() + _total(s)) @ v,
     "denominator, after the values": lambda s, v, t: (s.exp() @ v) / (_total(s) + t.exp()),
     "denominator, halved": lambda s, v, t: (s.exp() @ v) / (_total(s) / 2 + t.exp() / 2),
     "denominator, shifted": lambda s, v, t: _shifted(s, v, t, s.amax(-1, True)),
     "denominator, shifted from zero": lambda s, v, t: _shifted(s, v, t, s.amax(-1, True).clamp(min=0)),
+    "denominator, shifted by the largest of all": lambda s, v, t: _shifted(s, v, t, torch.maximum(s.amax(-1, True), t)),
+    "sum of logarithms over the column, too": lambda s, v, t: (s - _beside(s, t).logsumexp(-1, True)).exp() @ v,
+    "the same after the values": lambda s, v, t: (s.exp() @ v) / _beside(s, t).logsumexp(-1, True).exp(),
     "share": lambda s, v, t: (s.softmax(-1) @ v) * (s.logsumexp(-1, True) - t).sigmoid(),
     "share, no keepdim": lambda s, v, t: (s.softmax(-1) @ v) * (s.logsumexp(-1) - t[..., 0]).sigmoid()[..., None],
     "share by a quotient": lambda s, v, t: (s.softmax(-1) @ v) / (1 + (t - s.logsumexp(-1, True)).exp()),

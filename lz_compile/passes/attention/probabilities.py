@@ -14,14 +14,13 @@ from typing import Any
 import sympy
 from torch import fx
 
-from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.attention import sinks as extra
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
-from lz_compile.passes.formula.expressions import DROPOUT, NAN_TO_NUM, is_cast, is_indicator, reduce_indicators, tidy
-from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.formula.expressions import DROPOUT, NAN_TO_NUM, is_indicator, reduce_indicators, tidy
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
+from lz_compile.passes.graph.view import Call
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,9 @@ def _is_zero(expression: sympy.Expr) -> bool:
 def _softmax_leaf(region: Region, expression: sympy.Expr) -> sympy.Symbol | None:
     leaves = region.leaves_in(expression)
     found = [
-        x for x, leaf in leaves.items() if leaf.kind == "softmax" or _without_sink(region.effects, leaf) is not None
+        x
+        for x, leaf in leaves.items()
+        if leaf.kind == "softmax" or extra.without_column(region.effects, leaf) is not None
     ]
     if len(found) > 1:
         if any(sympy.diff(expression, symbol).free_symbols & {*found} for symbol in found):
@@ -120,50 +121,6 @@ def _softmax_leaf(region: Region, expression: sympy.Expr) -> sympy.Symbol | None
     return found[0] if found else None
 
 
-def _without_sink(effects: Effects, leaf: Leaf) -> tuple[fx.Node, fx.Node] | None:
-    """``(softmax, cat)`` where the leaf is a softmax over scores with one column more, without that column."""
-    call = effects.calls[leaf.node]
-    if call is None or _dropped(call) is None or tensor_of(call.input) is None:
-        return None
-    whole = effects.calls.get(call.input)
-    while whole is not None and (whole.name == "dropout" or is_cast(whole)):
-        whole = effects.calls.get(whole.input)
-    if whole is None or whole.name != "softmax" or not isinstance(whole.input, fx.Node):
-        return None
-    joined = effects.calls.get(_through_shift(effects, whole.input))
-    while joined is not None and is_cast(joined):
-        joined = effects.calls.get(_through_shift(effects, joined.input))
-    if joined is None or joined.name != "cat":
-        return None
-    sizes, kept = shape_of(known_tensor(whole.node)), shape_of(known_tensor(leaf.node))
-    return (whole.node, joined.node) if sizes[:-1] == kept[:-1] and sizes[-1] - kept[-1] == 1 else None
-
-
-def _dropped(call: Call) -> int | None:
-    """Which of two parts a call leaves out that takes all columns but one: the second, or the first (0) if that is one."""
-    index = call.arguments.get("#1") if call.name == "getitem" else None
-    last = index[-1] if isinstance(index, tuple) and index else index
-    if call.name == "narrow":
-        last = slice(call.get("start"), None)
-    if not isinstance(last, slice) or last.step not in (None, 1) or not isinstance(last.start, int | None):
-        return None
-    if last.start == 1:  # an end would count the column
-        return 0 if last.stop is None else None
-    return 1 if last.start in (None, 0) else None
-
-
-def _through_shift(effects: Effects, node: fx.Node) -> fx.Node:
-    """Past ``x - x.max(...)``, which a softmax does not see."""
-    call = effects.calls.get(node)
-    if call is not None and call.name == "sub" and isinstance(call.get("other"), fx.Node):
-        shift = effects.calls.get(call.get("other"))
-        while shift is not None and shift.name in ("getitem", "getattr", "detach"):
-            shift = effects.calls.get(shift.input)
-        if shift is not None and shift.name in ("max", "amax") and shift.input is call.input:
-            return call.input  # type: ignore[no-any-return]
-    return node
-
-
 def _from_softmax(
     region: Region, expression: sympy.Expr, symbol: sympy.Symbol, keys: tuple[Axis, ...]
 ) -> Probabilities:
@@ -175,10 +132,11 @@ def _from_softmax(
             "the probabilities are not used as they come from the softmax",
             "multiply the values by the softmax itself",
         )
-    sink = _without_sink(region.effects, leaf)
-    call = _softmax_over(region, leaf, leaf.node if sink is None else sink[0], keys)
-    if sink is not None:
-        return _with_sink(region, leaf, sink[1], gain)
+    whole = extra.without_column(region.effects, leaf)
+    call = _softmax_over(region, leaf, leaf.node if whole is None else whole, keys)
+    if whole is not None:
+        scores, sinks = extra.beside_column(region, leaf, call)
+        return Probabilities(scores, leaf.dims, gain, sinks=sinks)
     return Probabilities(region.express(call.input, leaf.dims, call.node), leaf.dims, gain)
 
 
@@ -200,23 +158,6 @@ def _softmax_over(region: Region, leaf: Leaf, node: fx.Node, keys: tuple[Axis, .
     return call
 
 
-def _with_sink(region: Region, leaf: Leaf, joined: fx.Node, gain: sympy.Expr) -> Probabilities:
-    call = region.effects.calls[joined]
-    assert call is not None, "a concatenation is a call"
-    parts = call.get("tensors")
-    if len(parts) != 2 or call.get("dim", 0) % len(leaf.dims) != len(leaf.dims) - 1:
-        raise RefusedError("SINK_NOT_UNDERSTOOD", "the extra column is not one column of keys", "append one column")
-    behind = region.effects.calls[leaf.node]
-    place = None if behind is None else _dropped(behind)
-    assert place is not None, "a column is dropped"
-    column = tensor_of(parts[place])
-    if column is None or shape_of(column)[-1] != 1:
-        raise RefusedError("SINK_NOT_UNDERSTOOD", "more than one column is appended to the scores", "append one column")
-    scores = region.express(parts[1 - place], leaf.dims, joined)
-    region.interior.setdefault(leaf.node, leaf.dims)  # its slice may spell out the number of keys
-    return Probabilities(scores, leaf.dims, gain, sinks=region.leaf(parts[place], (*leaf.dims[:-1], ())))
-
-
 def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: tuple[Axis, ...]) -> Probabilities:
     sums = _sums(region, expression, keys)
     if not sums:
@@ -225,7 +166,7 @@ def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: 
     if len(sums) > 1:
         raise RefusedError("DENOMINATOR_UNCLEAR", "several sums divide the exponentials", "divide by one sum")
     total = sums[0]
-    summand = _summand(region, total, dims, keys)
+    summand, column = _summand(region, total, dims, keys)
     is_logarithm = _is_logarithm(region, total)
     given, (expression, summand) = expression, (_as_exponential(region, each, keys) for each in (expression, summand))
     gain, sinks = _ratio(region, expression, total, summand, keys)
@@ -233,6 +174,11 @@ def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: 
         raise RefusedError(
             "EPSILON_IN_DENOMINATOR", "a number is added to the sum of probabilities", "divide by the sum"
         )
+    if column is not None and sinks is not None:
+        raise RefusedError(
+            "SINK_NOT_UNDERSTOOD", "a number is added to a sum that has a sink already", "add one of them"
+        )
+    sinks = sinks if column is None else column
     scores, keep = _logarithm(summand)
     told = {"is_exponential": not is_logarithm, "rounds_masked_rows": is_logarithm}
     return Probabilities(scores, dims, gain, keep, sinks=sinks, **told)
@@ -263,10 +209,12 @@ def divided_by_sum(
     weights = found.unnormalised
     if len(sums) != 1 or found.sinks is not None:
         return None
-    summand = _summand(region, sums[0], found.dims, keys)
+    summand, column = _summand(region, sums[0], found.dims, keys)
     if weights is None:
         weights = found.keep * sympy.exp(found.scores) / _whole(region, sums[0])
     gain, sinks = _ratio(region, expression / product * weights, sums[0], summand, keys)
+    if column is not None:
+        return None if gain.has(product) or sinks is not None else (gain, column)
     return None if gain.has(product) else (gain, sinks)
 
 
@@ -362,8 +310,10 @@ def _sums(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> lis
     ]
 
 
-def _summand(region: Region, total: sympy.Symbol, dims: Dims, keys: tuple[Axis, ...]) -> sympy.Expr:
-    """The expression under a sum (or under the sum of a logsumexp), over the same keys."""
+def _summand(
+    region: Region, total: sympy.Symbol, dims: Dims, keys: tuple[Axis, ...]
+) -> tuple[sympy.Expr, sympy.Symbol | None]:
+    """The expression under a sum (or under the sum of a logsumexp), over the same keys, and a sink that is summed, too."""
     leaf = region.leaves[total]
     call = region.effects.calls[leaf.node]
     assert call is not None, "a reduction is a call"
@@ -373,8 +323,11 @@ def _summand(region: Region, total: sympy.Symbol, dims: Dims, keys: tuple[Axis, 
         raise RefusedError(
             "DENOMINATOR_OTHER_AXIS", "the exponentials are summed over other axes than the keys", "sum over the keys"
         )
+    joined = extra.beside_sum(region, call, inner[0])
+    if joined is not None:
+        return sympy.exp(joined[0]), joined[1]
     expression = region.express(call.input, inner[0], leaf.node)
-    return sympy.exp(expression) if call.name == "logsumexp" else expression
+    return sympy.exp(expression) if call.name == "logsumexp" else expression, None
 
 
 def _logarithm(summand: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:

@@ -138,7 +138,7 @@ class Reader(Generic[Made]):
             return None  # the softmax of a router or a classifier, or a product that mixes heads
         if found is None:
             return None
-        inner = scores.read(self.region, found.scores, keys)
+        inner = scores.read(self.region, found.scores, keys, found.sinks)
         if inner is None:
             _refuse_unread_function(self.region, found.scores)
             return None

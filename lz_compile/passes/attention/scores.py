@@ -15,13 +15,21 @@ import sympy
 import torch
 from torch import fx
 
+from lz_compile.passes.attention.shifts import without_shift
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, atoms, axes_of
 from lz_compile.passes.formula.contraction import PRODUCTS, Factor, is_distance, is_product_sum
-from lz_compile.passes.formula.expressions import FLOORED, INFINITY, NAN_TO_NUM, indicators, reduce_indicators, tidy
+from lz_compile.passes.formula.expressions import (
+    FLOORED,
+    INFINITY,
+    NAN_TO_NUM,
+    indicators,
+    reduce_indicators,
+    tidy,
+)
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import Call, reached, tensor_of
+from lz_compile.passes.graph.view import reached, tensor_of
 
 #: Fills at or below this are masking constants: no score of a trained model comes near them, and ``exp`` of the
 #: difference is zero in every dtype. -1e4 (BERT, GPT-2) is the least negative one in common use; it
@@ -60,8 +68,10 @@ class Scores:
     distance: sympy.Expr = sympy.S.Zero
 
 
-def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scores | None:
-    """The scores behind ``expression``, None where no product of queries and keys is in it.
+def read(
+    region: Region, expression: sympy.Expr, keys: tuple[Axis, ...], sinks: sympy.Expr | None = None
+) -> Scores | None:
+    """The scores behind ``expression``, None where no product of queries and keys is in it; ``sinks`` stand beside them.
 
     Raises:
         RefusedError: there is one, but the scores are no affine function of it.
@@ -76,7 +86,7 @@ def read(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> Scor
         expression = expression.xreplace({product: sympy.sqrt(product)})
         if expression.has(sympy.sqrt(product)):  # told by what looks for softmaxes that were not read
             return None
-    given, expression = expression, _without_shift(region, expression, keys)
+    given, expression = expression, without_shift(region, expression, keys, sinks)
     shift = tidy(sympy.expand(given - expression))
     expression, floor = _without_floor(expression, product)
     expression, inner = _split_softcap(expression, product)
@@ -154,34 +164,6 @@ def _is_score_product(leaf: Leaf | None, keys: tuple[Axis, ...]) -> bool:
     wanted = set(atoms(keys))
     left, right = _axes(leaf.contraction.left), _axes(leaf.contraction.right)
     return (wanted <= right and not wanted & left) or (wanted <= left and not wanted & right)
-
-
-def _without_shift(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> sympy.Expr:
-    """Drop a subtracted row maximum: softmax does not change when a row is shifted."""
-    shifts = {}
-    for symbol, leaf in region.leaves_in(expression).items():
-        if leaf.axes & set(atoms(keys)) or not _is_maximum(region, leaf):
-            continue
-        if sympy.expand(sympy.diff(expression, symbol)).is_number:
-            shifts[symbol] = sympy.S.Zero
-    return expression.xreplace(shifts) if shifts else expression
-
-
-#: Calls behind which a row's maximum is one still.
-_SAME_ROW = frozenset({"detach", "getitem", "getattr", "unsqueeze", "contiguous", "clone", "relu"})
-
-
-def _is_maximum(region: Region, leaf: Leaf) -> bool:
-    call = region.effects.calls.get(leaf.node)
-    while call is not None and (call.name in _SAME_ROW or _is_bounded(call)):
-        call = region.effects.calls.get(call.input)
-    return call is not None and call.name in ("amax", "max")
-
-
-def _is_bounded(call: Call) -> bool:
-    """Whether a maximum is at least zero, or less: under a larger bound, exponentials of usual scores are zero."""
-    least = call.get("min") if call.name in ("clamp", "clamp_min") else None
-    return isinstance(least, int | float) and least <= 0 and call.get("max") is None
 
 
 def _split_softcap(expression: sympy.Expr, product: sympy.Symbol) -> tuple[sympy.Expr, sympy.Expr | None]:

@@ -1,0 +1,98 @@
+"""One more score that has no value, as a column beside the scores: ``cat(s, t)`` under a softmax or a logsumexp."""
+
+from __future__ import annotations
+
+import sympy
+from torch import fx
+
+from lz_compile.ground.sizes import shape_of
+from lz_compile.passes.formula.algebra import Leaf, Region
+from lz_compile.passes.formula.axes import Dims
+from lz_compile.passes.formula.expressions import is_cast
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import RefusedError
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
+
+
+def without_column(effects: Effects, leaf: Leaf) -> fx.Node | None:
+    """The softmax over scores with one column more, where the leaf is that without this column."""
+    call = effects.calls[leaf.node]
+    if call is None or _dropped(call) is None or tensor_of(call.input) is None:
+        return None
+    whole = effects.calls.get(call.input)
+    while whole is not None and (whole.name == "dropout" or is_cast(whole)):
+        whole = effects.calls.get(whole.input)
+    if whole is None or whole.name != "softmax" or joined(effects, whole) is None:
+        return None
+    sizes, kept = shape_of(known_tensor(whole.node)), shape_of(known_tensor(leaf.node))
+    return whole.node if sizes[:-1] == kept[:-1] and sizes[-1] - kept[-1] == 1 else None
+
+
+def joined(effects: Effects, call: Call) -> Call | None:
+    """The concatenation that a call is of, behind casts and ``x - x.max(...)``, which a softmax does not see."""
+    if not isinstance(call.input, fx.Node):
+        return None
+    found = effects.calls.get(_through_shift(effects, call.input))
+    while found is not None and is_cast(found):
+        found = effects.calls.get(_through_shift(effects, found.input))
+    return found if found is not None and found.name == "cat" else None
+
+
+def _dropped(call: Call) -> int | None:
+    """Which of two parts a call leaves out that takes all columns but one: the second, or the first (0) if that is one."""
+    index = call.arguments.get("#1") if call.name == "getitem" else None
+    last = index[-1] if isinstance(index, tuple) and index else index
+    if call.name == "narrow":
+        last = slice(call.get("start"), None)
+    if not isinstance(last, slice) or last.step not in (None, 1) or not isinstance(last.start, int | None):
+        return None
+    if last.start == 1:  # an end would count the column
+        return 0 if last.stop is None else None
+    return 1 if last.start in (None, 0) else None
+
+
+def _through_shift(effects: Effects, node: fx.Node) -> fx.Node:
+    call = effects.calls.get(node)
+    if call is not None and call.name == "sub" and isinstance(call.get("other"), fx.Node):
+        shift = effects.calls.get(call.get("other"))
+        while shift is not None and shift.name in ("getitem", "getattr", "detach"):
+            shift = effects.calls.get(shift.input)
+        if shift is not None and shift.name in ("max", "amax") and shift.input is call.input:
+            return call.input  # type: ignore[no-any-return]
+    return node
+
+
+def beside_column(region: Region, leaf: Leaf, whole: Call) -> tuple[sympy.Expr, sympy.Symbol]:
+    """Scores and sink of the softmax ``whole``, of which the leaf is all but one column.
+
+    Raises:
+        RefusedError: what is dropped is no column that was appended.
+    """
+    behind, call = region.effects.calls[leaf.node], joined(region.effects, whole)
+    place = None if behind is None else _dropped(behind)
+    assert place is not None, "a column is dropped"
+    assert call is not None, "it was appended"
+    region.interior.setdefault(leaf.node, leaf.dims)  # its slice may spell out the number of keys
+    return _parted(region, call, leaf.dims, place)
+
+
+def beside_sum(region: Region, total: Call, dims: Dims) -> tuple[sympy.Expr, sympy.Symbol] | None:
+    """Scores, with ``dims``, and sink of a logsumexp of both; None where it is of scores alone."""
+    call = joined(region.effects, total) if total.name == "logsumexp" and total.input in region.effects.calls else None
+    if call is None or call.node is not total.input:  # what is taken off is missing in the result
+        return None
+    dim, parts = total.get("dim"), call.get("tensors")
+    places = [i for i, part in enumerate(parts) if shape_of(known_tensor(part))[-1] == 1]
+    if dim not in (-1, [-1], (-1,), len(dims) - 1, [len(dims) - 1], (len(dims) - 1,)) or not places:
+        return None
+    return _parted(region, call, dims, places[-1])
+
+
+def _parted(region: Region, call: Call, dims: Dims, place: int) -> tuple[sympy.Expr, sympy.Symbol]:
+    parts = call.get("tensors")
+    if len(parts) != 2 or call.get("dim", 0) % len(dims) != len(dims) - 1:
+        raise RefusedError("SINK_NOT_UNDERSTOOD", "the extra column is not one column of keys", "append one column")
+    column = tensor_of(parts[place])
+    if column is None or shape_of(column)[-1] != 1:
+        raise RefusedError("SINK_NOT_UNDERSTOOD", "more than one column is appended to the scores", "append one column")
+    return region.express(parts[1 - place], dims, call.node), region.leaf(parts[place], (*dims[:-1], ()))
