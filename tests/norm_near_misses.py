@@ -38,24 +38,27 @@ def near_misses() -> dict[str, Lookalike]:
         "mean_of_another_tensor": Lookalike(mean_of_another_tensor),
         "mean_square_of_a_slice": Lookalike(mean_square_of_a_slice, "ROW_WEIGHTED"),
         "mean_square_of_the_transposed": Lookalike(mean_square_of_the_transposed, "ROWS_DIFFER"),
-        "norm_of_order_one": Lookalike(norm_of_order_one),
-        "norm_of_infinite_order": Lookalike(norm_of_infinite_order),
-        "normalize_of_order_one": Lookalike(normalize_of_order_one),
-        "absolute_values_summed": Lookalike(absolute_values_summed),
-        "sinkhorn_iterations": Lookalike(sinkhorn_iterations),
+        "norm_of_order_one": Lookalike(norm_of_order_one, "NOT_OVER_A_ROOT"),
+        "norm_of_infinite_order": Lookalike(norm_of_infinite_order, "NOT_OVER_A_ROOT"),
+        "normalize_of_order_one": Lookalike(normalize_of_order_one, "NOT_OVER_A_ROOT"),
+        "absolute_values_summed": Lookalike(absolute_values_summed, "NOT_OVER_A_ROOT"),
+        "sinkhorn_iterations": Lookalike(sinkhorn_iterations, "NOT_OVER_A_ROOT"),
         "sinkhorn_iterations_by_sums": Lookalike(sinkhorn_iterations_by_sums),
         "sinkhorn_iterations_of_logarithms": Lookalike(sinkhorn_iterations_of_logarithms),
+        "divided_by_the_largest": Lookalike(divided_by_the_largest, "NOT_OVER_A_ROOT"),
+        "quantised_by_the_largest": Lookalike(quantised_by_the_largest),
+        "fourth_root_by_a_logarithm": Lookalike(fourth_root_by_a_logarithm, "NOT_OVER_A_ROOT"),
         "squares_weighted": Lookalike(squares_weighted, "ROW_WEIGHTED"),
         "fourth_powers": Lookalike(fourth_powers, "NOT_A_MOMENT"),
         "no_root": Lookalike(no_root),
-        "fourth_root": Lookalike(fourth_root),
-        "epsilon_subtracted": Lookalike(epsilon_subtracted),
+        "fourth_root": Lookalike(fourth_root, "NOT_OVER_A_ROOT"),
+        "epsilon_subtracted": Lookalike(epsilon_subtracted, "NOT_OVER_A_ROOT"),
         "epsilon_of_each_row": Lookalike(epsilon_of_each_row),
-        "deviation_of_a_row_that_is_not_centred": Lookalike(deviation_of_a_row_that_is_not_centred),
-        "centred_row_by_its_uncentred_root": Lookalike(centred_row_by_its_uncentred_root),
-        "mean_subtracted_twice": Lookalike(mean_subtracted_twice),
-        "clamped_from_above": Lookalike(clamped_from_above),
-        "floored_below_zero": Lookalike(floored_below_zero),
+        "deviation_of_a_row_that_is_not_centred": Lookalike(deviation_of_a_row_that_is_not_centred, "NOT_OVER_A_ROOT"),
+        "centred_row_by_its_uncentred_root": Lookalike(centred_row_by_its_uncentred_root, "NOT_OVER_A_ROOT"),
+        "mean_subtracted_twice": Lookalike(mean_subtracted_twice, "NOT_OVER_A_ROOT"),
+        "clamped_from_above": Lookalike(clamped_from_above, "NOT_OVER_A_ROOT"),
+        "floored_below_zero": Lookalike(floored_below_zero, "NOT_OVER_A_ROOT"),
         "softmax_by_hand": Lookalike(softmax_by_hand),
         "batch_norm": Lookalike(batch_norm),
         "group_norm": Lookalike(group_norm),
@@ -142,6 +145,22 @@ def sinkhorn_iterations_of_logarithms(x: Tensor, y: Tensor, weight: Tensor) -> T
         x = x - x.logsumexp(-1, keepdim=True)
         x = x - x.logsumexp(-2, keepdim=True)
     return x.exp()
+
+
+def divided_by_the_largest(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """Divided by the largest of its absolute values."""
+    return x / x.abs().amax(-1, keepdim=True) * weight
+
+
+def quantised_by_the_largest(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """The same, to be rounded: no lookalike."""
+    scale = x.abs().amax(-1, keepdim=True) / 127
+    return (x / scale).round() * scale
+
+
+def fourth_root_by_a_logarithm(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """Half of the exponent that would make it a norm."""
+    return x * torch.exp(-0.25 * torch.log(x.square().mean(-1, keepdim=True) + EPS)) * weight
 
 
 def absolute_values_summed(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

@@ -278,6 +278,30 @@ def test_a_gate_at_the_end_of_a_deep_model_stays_outside() -> None:
     assert not match.found.attributes.has_weight
 
 
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_weight_for_each_row_of_a_matrix_comes_after_its_norm(dim: int) -> None:
+    """Weights of DoRA and weight normalisation: ``magnitude * v / |v|``, of rows or of columns."""
+
+    def layer(x: Tensor, v: Tensor, magnitude: Tensor) -> Tensor:
+        return x @ (magnitude.unsqueeze(dim) * v / v.norm(dim=dim, keepdim=True)).T
+
+    x, v = torch.randn(5, 24), torch.randn(32, 24)
+    inputs = x, v, torch.randn(v.shape[1 - dim])
+    got, backend = compiled(layer, *inputs)
+    torch.testing.assert_close(got, layer(*inputs))
+    assert only(backend).rewritten, backend.why_not()
+
+
+def test_a_root_may_be_spelled_by_a_logarithm() -> None:
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        return x * torch.exp(-0.5 * torch.log(x.square().mean(-1, keepdim=True) + 1e-6)) * weight
+
+    inputs = torch.randn(5, 24), torch.randn(24)
+    got, backend = compiled(layer, *inputs)
+    torch.testing.assert_close(got, layer(*inputs))
+    assert only(backend).attributes["has_weight"]
+
+
 def test_a_gate_before_is_part_of_the_row() -> None:
     def mamba(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         return weight * _rms(x * F.silu(gate))

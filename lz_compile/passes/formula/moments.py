@@ -30,6 +30,8 @@ from lz_compile.passes.graph.view import Call, tensor_of, tensor_operands, value
 ROW = sympy.Symbol("row", real=True)
 MEAN = sympy.Symbol("mean", real=True)
 MEAN_SQUARE = sympy.Symbol("mean_square", positive=True)
+#: Of absolute values: by them rows are divided that are no normalised ones.
+MEAN_ABSOLUTE, LARGEST = sympy.symbols("mean_absolute largest", positive=True)
 
 _BY_DEGREE = (sympy.S.One, MEAN, MEAN_SQUARE)
 _HALF = sympy.Rational(1, 2)
@@ -46,7 +48,8 @@ class Moments:
     """Reads expressions in one row, the tensor ``source``.
 
     ``region`` holds what is read, up to ``edge``; ``dims`` are the axes of ``source`` in the result that was read first,
-    ``reduced`` those of them that all statistics reduce, ``squared`` the nodes that hold second moments.
+    ``reduced`` those of them that all statistics reduce, ``squared`` the nodes that hold second moments or
+    magnitudes.
     """
 
     effects: Effects
@@ -207,6 +210,10 @@ class Moments:
 
     def mean_of(self, expression: sympy.Expr, node: fx.Node) -> sympy.Expr:
         """The mean of a polynomial in the row."""
+        factor, rest = expression.as_independent(ROW, as_Add=False)
+        if rest == sympy.Abs(ROW):
+            self.squared.append(node)
+            return sympy.Abs(factor) * MEAN_ABSOLUTE
         if not expression.is_polynomial(ROW):
             raise RefusedError("NOT_A_MOMENT", "what is reduced is no polynomial of the row", "reduce squares")
         polynomial = sympy.Poly(expression, ROW)
@@ -215,6 +222,14 @@ class Moments:
         if polynomial.degree() == 2:
             self.squared.append(node)
         return tidy(sum((c * _BY_DEGREE[power[0]] for power, c in polynomial.terms()), start=sympy.S.Zero))
+
+    def largest_of(self, expression: sympy.Expr, node: fx.Node) -> sympy.Expr:
+        """The largest of absolute values of the row."""
+        factor, rest = expression.as_independent(ROW, as_Add=False)
+        if rest != sympy.Abs(ROW):
+            raise RefusedError("NO_NORM", "the largest of other values than absolute ones", "reduce squares")
+        self.squared.append(node)
+        return factor * LARGEST
 
 
 def _aligned(own: tuple[Axis, ...], other: tuple[Axis, ...]) -> Iterator[tuple[Axis, Axis]]:
@@ -270,9 +285,13 @@ def _var(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
 
 def _norm(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
     order = call.get("p", call.get("ord"))
-    if order not in (None, 2, 2.0, "fro"):
+    if order not in (None, 1, 2, math.inf, "fro"):
         raise RefusedError("NO_NORM", f"a norm of order {order}", "use the Euclidean norm")
     expression, count = moments.inner(call, dims)
+    if order == 1:
+        return count * moments.mean_of(sympy.Abs(expression), call.node)
+    if order == math.inf:
+        return moments.largest_of(sympy.Abs(expression), call.node)
     return sympy.sqrt(count * moments.mean_of(sympy.expand(expression**2), call.node))
 
 
@@ -281,6 +300,7 @@ _ADDING = frozenset({"mean", "sum"})
 _REDUCTIONS: Mapping[str, Reduction] = {
     "mean": lambda moments, call, dims: moments.mean_of(moments.inner(call, dims)[0], call.node),
     "sum": _sum,
+    "amax": lambda moments, call, dims: moments.largest_of(moments.inner(call, dims)[0], call.node),
     "var": _var,
     "std": lambda moments, call, dims: sympy.sqrt(_var(moments, call, dims)),
     **dict.fromkeys(("norm", "vector_norm", "linalg_vector_norm", "linalg_norm"), _norm),
@@ -334,13 +354,14 @@ def _rms_norm(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
 
 def _normalize(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
     order, position = call.get("p", 2.0), call.get("dim", 1)
-    if order != 2 or not isinstance(position, int):
+    if order not in (1, 2) or not isinstance(position, int):
         raise RefusedError("NO_NORM", f"a norm of order {order}", "use the Euclidean norm")
     axes = axes_of((dims[position],)) if dims else ()  # a number has none, and may be said to have one
     moments.reduce(axes, len(axes))
     moments.squared.append(call.node)
     count = sympy.sympify(product(axis.size for axis in axes))
-    return ROW / AT_LEAST(sympy.sqrt(count * MEAN_SQUARE), moments.region.scalar(call.get("eps", 1e-12)))
+    length = count * MEAN_ABSOLUTE if order == 1 else sympy.sqrt(count * MEAN_SQUARE)
+    return ROW / AT_LEAST(length, moments.region.scalar(call.get("eps", 1e-12)))
 
 
 CALLS: Mapping[str, Reduction] = {"layer_norm": _layer_norm, "rms_norm": _rms_norm, "normalize": _normalize}

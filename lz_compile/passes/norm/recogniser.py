@@ -23,7 +23,17 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Dims, LayoutError, axes_of, fresh
 from lz_compile.passes.formula.edge import Edge, behind_casts
 from lz_compile.passes.formula.expressions import is_cast
-from lz_compile.passes.formula.moments import CALLS, FUNCTIONS, MEAN_SQUARE, ROW, STATISTICS, Moments, row_of
+from lz_compile.passes.formula.moments import (
+    CALLS,
+    FUNCTIONS,
+    LARGEST,
+    MEAN_ABSOLUTE,
+    MEAN_SQUARE,
+    ROW,
+    STATISTICS,
+    Moments,
+    row_of,
+)
 from lz_compile.passes.formula.normal_form import NormalForm, normal_form
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
@@ -36,22 +46,36 @@ OP = "norm"
 _BEFORE, _AFTER, _SOURCES = 6, 24, 8
 #: What the squares that are averaged may be computed by at last.
 _SQUARES = frozenset({"pow", "square", "mul", "div"})
-_ROOTS = frozenset({"rsqrt", "sqrt", "std", "norm", "linalg_norm", "linalg_vector_norm", "normalize"}) | CALLS.keys()
+_ROOTS = (
+    frozenset({"rsqrt", "sqrt", "log", "std", "norm", "linalg_norm", "linalg_vector_norm", "normalize"}) | CALLS.keys()
+)
+#: By what rows are divided that are no normalised ones.
+_MAGNITUDES = (MEAN_SQUARE, MEAN_ABSOLUTE, LARGEST)
 
 
 def is_worth_reading(effects: Effects, anchor: fx.Node, results: list[fx.Node]) -> bool:
     """Whether what is reduced may be squares, and a root is taken of it."""
     calls = [call for call in map(effects.calls.get, (anchor, *results)) if call is not None]
+    inner = _reduced(effects, calls[0])
+    if inner is not None and inner.name == "abs":
+        return calls[0].name in ("mean", "sum", "amax") and any(call.name in ("div", "reciprocal") for call in calls)
     if not any(call.name in _ROOTS or (call.name == "pow" and not _is_whole(call.get("exponent"))) for call in calls):
         return False
     return _may_be_of_squares(effects, calls[0])
 
 
-def _may_be_of_squares(effects: Effects, statistic: Call) -> bool:
-    inner = effects.calls.get(statistic.input)
+def _reduced(effects: Effects, statistic: Call) -> Call | None:
+    """What computes that which a statistic reduces."""
+    inner = effects.calls.get(row_of(statistic))
     while inner is not None and (is_cast(inner) or layout.rearranges(inner)):
         inner = effects.calls.get(inner.input)
-    return statistic.name not in ("mean", "sum") or (inner is not None and inner.name in _SQUARES)
+    return inner
+
+
+def _may_be_of_squares(effects: Effects, statistic: Call) -> bool:
+    inner = _reduced(effects, statistic)
+    is_plain = statistic.name in ("mean", "sum", "amax")
+    return not is_plain or (statistic.name != "amax" and inner is not None and inner.name in _SQUARES)
 
 
 def _is_of_squares(effects: Effects, call: Call | None) -> bool:
@@ -81,8 +105,7 @@ def _sources(effects: Effects, anchor: fx.Node) -> Iterator[fx.Node]:
         for node in level:
             inner = effects.calls.get(behind_casts(effects, node))
             is_read = inner is not None and (is_pointwise(inner) or layout.rearranges(inner) or inner.name in FUNCTIONS)
-            is_of_pairs = inner is not None and inner.name == "sub" and contraction.is_outer(inner)
-            operands = tensor_operands(inner.node) if inner is not None and is_read and not is_of_pairs else []
+            operands = tensor_operands(inner.node) if inner is not None and is_read and not _is_of_pairs(inner) else []
             following += operands
             is_square = depth == 0 and call.name in ("mean", "sum")  # a mean of the row itself is no second moment
             found = [] if call.name in CALLS else [_averaged(effects, each) for each in operands]
@@ -92,6 +115,10 @@ def _sources(effects: Effects, anchor: fx.Node) -> Iterator[fx.Node]:
                     seen.add(source)
                     yield source
         level = following if call.name not in CALLS else []
+
+
+def _is_of_pairs(call: Call | None) -> bool:
+    return call is not None and call.name == "sub" and contraction.is_outer(call)
 
 
 def _averaged(effects: Effects, node: fx.Node) -> fx.Node | None:
@@ -173,6 +200,12 @@ def recognise(
                     refused = refused or refusal
             except LayoutError:
                 continue
+    for (_, output), known_read in known.items() if refused is None else ():
+        try:
+            if known_read is not None:
+                return made(_normalised(known_read, output, anchor, is_by_rows=True))
+        except (RefusedError, MutatedError):
+            continue
     refused = _of_several(effects, anchor, results, known) or refused
     return None if refused is None else NearMiss.of(OP, anchor, refused)
 
@@ -223,8 +256,8 @@ def _size(node: fx.Node) -> Size:
     return product(shape_of(tensor_of(node)))  # type: ignore[arg-type]
 
 
-def _normalised(read: Read, output: fx.Node, anchor: fx.Node) -> Normalised:
-    """The normalisation of a row that ends in ``output``.
+def _normalised(read: Read, output: fx.Node, anchor: fx.Node, *, is_by_rows: bool = False) -> Normalised:
+    """The normalisation of a row that ends in ``output``; ``is_by_rows``: weights may be one per row.
 
     Raises:
         RefusedError: it is none, with the reason; ``NO_NORM`` where nothing speaks for one.
@@ -232,13 +265,37 @@ def _normalised(read: Read, output: fx.Node, anchor: fx.Node) -> Normalised:
     moments, region = read.moments, read.moments.region
     form = normal_form(read.expression)
     is_read = anchor in {*moments.squared, *region.interior, *leaf_nodes(region)}
-    if form is None or not moments.reduced or not moments.squared or not is_read:
-        raise RefusedError(
-            "NO_NORM", "the result is no normalised row", "divide the row by the root of its mean square"
-        )
+    is_of_rows = bool(moments.reduced and moments.squared and is_read)
+    if form is None or not is_of_rows:
+        edit = "divide the row by the root of its mean square"
+        if is_of_rows and _is_divided(read) and not _is_rounded(read, output):
+            names = {symbol: sympy.Symbol(leaf.node.name) for symbol, leaf in region.leaves.items()}
+            formula = str(read.expression.xreplace(names))[:_MOST_TEXT]
+            raise RefusedError(
+                "NOT_OVER_A_ROOT", f"{formula} is no row over the root of its mean square or variance", edit
+            )
+        raise RefusedError("NO_NORM", "the result is no normalised row", edit)
     form = replace(form, gain=moments.by_leaves(form.gain), shift=moments.by_leaves(form.shift))
-    _check_weights(region, form, moments)
+    _check_weights(region, form, moments, is_by_rows=is_by_rows)
     return Normalised(moments, form, output, read.dims)
+
+
+#: So much is told of a formula.
+_MOST_TEXT = 100
+
+
+def _is_divided(read: Read) -> bool:
+    """Whether a result is affine in the row, by a factor that falls with its magnitude; a direction between points is not."""
+    if _is_of_pairs(read.moments.effects.calls.get(read.moments.source)):
+        return False
+    slope = sympy.diff(read.expression, ROW)
+    powers = slope.atoms(sympy.Pow)
+    return not slope.has(ROW) and any(each.exp.is_negative and each.has(*_MAGNITUDES) for each in powers)
+
+
+def _is_rounded(read: Read, output: fx.Node) -> bool:
+    """Whether a row is scaled to be rounded: it is quantised."""
+    return any(read.moments.effects.name(user) in ("round", "floor", "trunc") for user in output.users)
 
 
 #: Functions of weights that can be written out again.
@@ -250,8 +307,8 @@ def leaf_nodes(region: Region) -> set[fx.Node]:
     return {leaf.node for leaf in region.leaves.values()}
 
 
-def _check_weights(region: Region, form: NormalForm, moments: Moments) -> None:
-    """Gain and shift must come from weights: tensors that are given, and are not one per row."""
+def _check_weights(region: Region, form: NormalForm, moments: Moments, *, is_by_rows: bool) -> None:
+    """Gain and shift must come from weights: tensors that are given, and are not one per row, unless ``is_by_rows``."""
     rows = set(axes_of(moments.dims)) - set(moments.hidden)
     functions = {each.func for part in (form.gain, form.shift) for each in part.atoms(sympy.Function)}
     if not functions <= _OF_WEIGHTS:
@@ -263,5 +320,5 @@ def _check_weights(region: Region, form: NormalForm, moments: Moments) -> None:
             continue
         is_given = leaf.node.op in ("placeholder", "get_attr")
         own = set(axes_of(leaf.dims))
-        if not is_given or (rows and rows <= own) or not own <= set(axes_of(moments.dims)):
+        if not is_given or (rows and rows <= own and not is_by_rows) or not own <= set(axes_of(moments.dims)):
             raise RefusedError("NO_NORM", f"{told(leaf.node)} is no weight of the row", "multiply by it afterwards")
