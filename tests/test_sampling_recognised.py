@@ -360,6 +360,73 @@ def test_what_is_not_taken_says_why(function, code):
     assert not backend.report.matches
 
 
+def _draw(x):
+    return x.softmax(-1).multinomial(1)
+
+
+def likely_enough(x):
+    """Epsilon sampling."""
+    return _draw(x.masked_fill(x.softmax(-1) < 0.01, -INF))
+
+
+def without_the_likeliest(x):
+    """XTC: of all that are likely enough, the least likely one stays."""
+    ordered, places = x.softmax(-1).sort(-1, descending=True)
+    over = ordered > 0.1
+    dropped = over & torch.cat([over[:, 1:], torch.zeros_like(over[:, :1])], -1)
+    return _draw(x.masked_fill(torch.zeros_like(dropped).scatter(-1, places, dropped), -INF))
+
+
+def raced(x):
+    """Probabilities that are dropped before a race of exponential clocks."""
+    kept = x.softmax(-1) * (x > x.mean(-1, keepdim=True))
+    clocks = torch.empty_like(kept)
+    clocks.exponential_(1)
+    return (kept / clocks).argmax(-1)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: _draw(typical(x)),
+        likely_enough,
+        without_the_likeliest,
+        raced,
+        lambda x: _draw(least_likely(x)),
+    ],
+)
+def test_a_draw_of_what_another_rule_keeps_is_told(function):
+    x = scores(3, 70)
+    torch.manual_seed(1)
+    expected = function(x)
+    torch.manual_seed(1)
+    found, backend = compiled(function, x)
+    torch.testing.assert_close(found, expected)
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["FILTER_UNKNOWN"], backend.why_not()
+
+
+def penalised(x):
+    return _draw(torch.where(x < 0, x * 1.3, x / 1.3))
+
+
+def of_words(x):
+    return _draw(torch.where((torch.arange(70) % 3 > 0).roll(1), x, -INF) / 0.7)
+
+
+def gumbel(x):
+    return (x - torch.log(-torch.log(torch.rand_like(x)))).argmax(-1)
+
+
+def greedy(x):
+    return x.masked_fill(x < 0.3, -INF).argmax(-1)
+
+
+@pytest.mark.parametrize("function", [penalised, of_words, gumbel, greedy], ids=lambda each: each.__name__)
+def test_a_draw_that_drops_no_token_by_its_score_is_no_near_miss(function):
+    _, backend = compiled(function, scores(3, 70))
+    assert not backend.report.near_misses, backend.why_not()
+
+
 def absolute(x):
     return x.masked_fill(x < 0.3, -INF).softmax(-1)
 

@@ -142,7 +142,8 @@ def _writes_inside(node: fx.Node) -> bool:
     return any(overwritten(call) for call in calls if call is not None)
 
 
-_RANDOM = frozenset(
+#: Calls that draw random numbers, beside dropouts.
+RANDOM = frozenset(
     "rand randn randint randperm rand_like randn_like randint_like bernoulli multinomial normal poisson binomial rrelu "
     "uniform exponential geometric cauchy log_normal random gumbel_softmax native_dropout _standard_gamma _sample_dirichlet "
     "fractional_max_pool2d fractional_max_pool3d fractional_max_pool2d_with_indices fractional_max_pool3d_with_indices "
@@ -211,7 +212,7 @@ def refuse_transformed(ambient: Ambient) -> None:
 
 def _objection(node: fx.Node, call: Call) -> tuple[str, str, str] | None:
     name = str(getattr(node.target, "__name__", node.target))
-    if call.name in _RANDOM or drops(call) or is_seeded(node.target):
+    if call.name in RANDOM or drops(call) or is_seeded(node.target):
         text = "draws random numbers: a loop that is rolled up would draw them in another order"
         return "RANDOM", text, "draw those of all steps before the loop"
     if name.startswith(_MODES) or name.endswith("_nesting"):

@@ -32,6 +32,7 @@ from lz_compile.passes.sampling.excerpt import Affected, Excerpt, excerpt
 from lz_compile.passes.sampling.kept import Limits
 from lz_compile.passes.sampling.limits import limits_of
 from lz_compile.passes.sampling.logit_processors import logit_processors_of
+from lz_compile.passes.sampling.near_misses import sorted_draw, unknown_filter
 from lz_compile.passes.sampling.ordering import ORDERING
 from lz_compile.passes.sampling.recogniser import (
     OP,
@@ -40,7 +41,6 @@ from lz_compile.passes.sampling.recogniser import (
     FilterReader,
     masked_softmax,
     softmax_input,
-    sorted_draw,
 )
 
 #: So many calls are followed up from what is scattered.
@@ -98,8 +98,10 @@ class _Axes:
 def matches(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
     """Every chain of filters in ``graph``, masks before a softmax, and every filter that was refused, with the reason."""
     yield from op_calls(OP, graph, effects, _match)
-    reader, matcher = FilterReader(effects, partial(limits_of, told=set())), _Matcher(effects)
-    yield from Driver(OP, covered=reader.covered).walk(graph.nodes, reader.is_anchor, reader.filter)
+    reader = FilterReader(effects, partial(limits_of, told=set()))
+    misses = [*Driver(OP, covered=reader.covered).walk(graph.nodes, reader.is_anchor, reader.filter)]
+    yield from misses
+    matcher = _Matcher(effects, reader.covered | {miss.node for miss in misses if isinstance(miss, NearMiss)})
     driver = Driver(OP)
     for chain in reader.chains():
         yield from driver.at(chain.exit, matcher.match, chain)
@@ -133,9 +135,10 @@ def _written_back(effects: Effects, node: fx.Node) -> NearMiss | None:
 
 @dataclass
 class _Matcher:
-    """Makes matches of chains of filters, and of masks that no filter follows."""
+    """Makes matches of chains of filters, and of masks that no filter follows; what is ``known`` was told already."""
 
     effects: Effects
+    known: set[fx.Node]
 
     def match(self, _anchor: fx.Node, chain: Filter) -> Match:
         """The match of a chain.
@@ -206,7 +209,8 @@ class _Matcher:
     def unfiltered(self, node: fx.Node) -> Match | NearMiss | None:
         """Masks before a softmax that no filter stands between, and draws that no filter can be taken from."""
         call = self.effects.calls[node]
-        if call is not None and call.name == "multinomial":
-            return sorted_draw(self.effects, node)
+        if call is not None and call.name in ("multinomial", "argmax"):
+            ordered = sorted_draw(self.effects, node) if call.name == "multinomial" else None
+            return ordered or unknown_filter(self.effects, node, self.known)
         masked = masked_softmax(self.effects, node)
         return None if masked is None else self.match(node, masked)
