@@ -355,6 +355,13 @@ def threshold_of_the_state(h, x):
     return h, h.clone()
 
 
+def best_path(h, x):
+    """A step of Viterbi's algorithm: the best way to each place."""
+    (x_t,) = x
+    h = (h[:, :, None] + 0.1).max(1).values + x_t
+    return h, h.clone()
+
+
 def square_of_the_state(h, x):
     (x_t,) = x
     h = h * h * 0.1 + x_t
@@ -445,6 +452,7 @@ UNKNOWN: Mapping[str, tuple[Family, str]] = {
     "tanh_rnn": (Family(tanh_rnn, _VECTOR, ((B, 7),), ()), "not affine in its state: tanh of the state"),
     "relu_of_the_state": (Family(relu_of_the_state, _VECTOR, ((B, 7),), ()), "not affine in its state: relu of"),
     "threshold_of_the_state": (Family(threshold_of_the_state, _VECTOR, ((B, 7),), ()), "gt of the state"),
+    "best_path": (Family(best_path, _VECTOR, ((B, 7),), ()), "not affine in its state: max of the state"),
     "square_of_the_state": (Family(square_of_the_state, _VECTOR, ((B, 7),), ()), "mul of the state"),
     "lstm": (Family(lstm, _VECTOR * 2, ((B, 28),), ()), "not affine in its state: sigmoid of the state"),
     "coupled_unequally": (Family(coupled_unequally, ((B, 7), (B, 1)), ((B, 7),) * 2, ()), "depend on each other"),

@@ -19,7 +19,15 @@ from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import needed
 from lz_compile.passes.loops.recurrence.index_sum import Dims, IndexSum, dims_of
 from lz_compile.passes.loops.recurrence.index_terms import Atom, SizedError, UnreadableError
-from lz_compile.passes.loops.recurrence.step_rules import LOGICAL, OF_TRUTH_VALUES, RULES, Rule, cancelled, shape_of
+from lz_compile.passes.loops.recurrence.step_rules import (
+    LOGICAL,
+    OF_TRUTH_VALUES,
+    RULES,
+    Rule,
+    cancelled,
+    name_of,
+    shape_of,
+)
 from lz_compile.passes.loops.recurrence.step_sizes import elements
 from lz_compile.passes.loops.recurrence.step_trace import FREE, Step, homes, is_delay, is_tensor, prepare
 
@@ -114,7 +122,7 @@ class StepForm:
 
     def _by_rule(self, node: fx.Node) -> IndexSum:
         rule = _rule(node)
-        name = getattr(getattr(node.target, "overloadpacket", None), "__name__", node.name)
+        name = name_of(node) or node.name
         is_state = self.home[node] != FREE
         if rule is None:
             raise UnreadableError(f"{name} of {self._source(node)}" if is_state else name)

@@ -7,6 +7,7 @@ Sums of outer products are told with as few summands as shared factors allow.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -253,10 +254,15 @@ _LINEAR = frozenset(
 )
 
 
+def name_of(node: fx.Node) -> str:
+    """What a value is computed by; of one of several results, the call that gives them."""
+    target = (node.args[0] if node.target is operator.getitem else node).target  # type: ignore[union-attr]
+    return str(getattr(getattr(target, "overloadpacket", None), "__name__", getattr(target, "__name__", "")))
+
+
 def is_curved(node: fx.Node) -> bool:
     """Whether a call is none of those that are linear."""
-    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", getattr(node.target, "__name__", ""))
-    return node.target not in RULES and name not in _LINEAR
+    return node.target not in RULES and name_of(node) not in _LINEAR
 
 
 #: A number times two products of disjoint indices.
