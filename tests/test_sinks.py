@@ -127,6 +127,34 @@ def test_a_mask_that_is_added_is_read_beside_a_sink_in_the_denominator(spelling:
     assert found == [(True, True)], backend.why_not()
 
 
+LOOKALIKES: dict[str, tuple[Spelling, str]] = {
+    "sum of other scores": (
+        lambda s, v, t: (s - _beside(s * 0.9, t).logsumexp(-1, True)).exp() @ v,
+        "DENOMINATOR_OF_ANOTHER_SUM",
+    ),
+    "two columns": (
+        lambda s, v, t: (s - torch.cat([s, t, t + 1], -1).logsumexp(-1, True)).exp() @ v,
+        "SINK_NOT_UNDERSTOOD",
+    ),
+    "shifted by another score": (
+        lambda s, v, t: _shifted(s, v, t, torch.maximum(s.amax(-1, True), t.exp())),
+        "INTERIOR_USED",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LOOKALIKES)
+def test_what_is_beside_other_scores_is_no_sink(name: str) -> None:
+    spelling, code = LOOKALIKES[name]
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+        return spelling(q @ k.mT * 0.3, v, SINKS["head"](q, given))
+
+    backend = _compared(attention, _inputs())
+    assert not backend.report.matches
+    assert [miss.reason.code for miss in backend.report.near_misses] == [code], backend.why_not()
+
+
 NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "one": lambda s, v: s.exp() / (1 + _total(s)) @ v,
     "little": lambda s, v: (s.exp() @ v) / (_total(s) + 1e-6),
