@@ -140,7 +140,8 @@ def _tiled(x: _Shape) -> Work:
     if x.queries <= _FEW:
         return _work(x, {"row": (5.0 if x.is_half else 2.3) * x.held, "pointwise": points, "call": calls})
     times = 4.2 if x.is_training else 1.0
-    return _work(x, {"product": times * x.flops * seen, "pointwise": times * points, "call": times * calls}, rows=BLOCK)
+    amounts: dict[Kind, float] = {"own_product": times * x.flops * seen, "pointwise": times * points}
+    return _work(x, {**amounts, "call": times * calls}, rows=BLOCK)
 
 
 def _blocked(x: _Shape) -> Work:
@@ -166,7 +167,7 @@ def _blocked(x: _Shape) -> Work:
 
 
 def _work(x: _Shape, amounts: Mapping[Kind, float], rows: int | None = None) -> Work:
-    kinds: tuple[Kind, ...] = ("product", "pointwise", "fused", "fused_training")
+    kinds: tuple[Kind, ...] = ("product", "own_product", "pointwise", "fused", "fused_training")
     size: dict[Kind, float] = dict.fromkeys(kinds, min(x.rows, rows or x.rows))
     return Work(
         {kind: amount for kind, amount in amounts.items() if amount},
