@@ -294,6 +294,16 @@ def test_under_an_outer_autocast_layers_compute_in_its_dtype():
     torch.testing.assert_close(result, expected)
 
 
+@pytest.mark.parametrize("mode", [lambda: torch.autocast("cpu", torch.bfloat16), torch.enable_grad])
+def test_layers_under_a_mode_that_the_graph_enters_around_all_of_them_are_kept(mode: Callable[[], Any]):
+    class Inside(Stack):
+        def forward(self, x: Tensor) -> Tensor:
+            with mode():
+                return super().forward(x)
+
+    assert "MODES" in reason(Inside().requires_grad_(False), torch.randn(2, 8, D))
+
+
 class Counting(Block):
     """Counts its calls in a buffer."""
 

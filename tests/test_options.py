@@ -64,6 +64,7 @@ def test_an_unknown_name_gives_the_nearest_and_all_valid_ones(name, hint):
         ("strict", "yes", "'layerzero.strict' takes bool, not str 'yes'"),
         ("strict", None, "'layerzero.strict' takes bool, not NoneType None"),
         ("tune_budget_s", True, "'layerzero.tune_budget_s' takes int or float, not bool True"),
+        ("tune_budget_s", -1, "'layerzero.tune_budget_s' is at least 0, not -1"),
         ("tune_budget_s", math.nan, "'layerzero.tune_budget_s' takes int or float, not float nan"),
         ("dump", 3, "'layerzero.dump' takes str or PathLike, not int 3"),
         ("dump", True, "'layerzero.dump' takes str or PathLike, not bool True"),

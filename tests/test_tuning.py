@@ -560,7 +560,7 @@ def test_what_the_source_calls_is_measured_as_inductors(timed):
 
 @pytest.mark.usefixtures("eagerly")
 def test_a_budget_that_is_used_up_is_an_event(timed):
-    _, report = run(attention, *operands(), tune_budget_s=-1.0)
+    _, report = run(attention, *operands(), tune_budget_s=0.0)
     assert timed == []
     assert codes(report.events) == ["NOT_MEASURED"]
     assert "the tuning budget is used up" in report.events[0].message

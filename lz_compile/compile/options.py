@@ -140,6 +140,8 @@ def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[O
             raise OptionError(
                 f"reading options: '{PREFIX}{name}' cannot be '{ours[name]}'{hint}; valid are {valid_text}"
             )
+    if ours.get("tune_budget_s", 0) < 0:
+        raise OptionError(f"reading options: '{PREFIX}tune_budget_s' is at least 0, not {ours['tune_budget_s']!r}")
     for op, kernel_id in ours.get("lock", {}).items():
         if op not in operations():
             valid_text = ", ".join(operations())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -90,6 +90,11 @@ class Hardware(Record):
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""
         return {**super().to_dict(), "signature": self.signature()}
+
+
+def has_short_products(isa: Collection[str]) -> bool:
+    """Whether PyTorch multiplies bfloat16 on a CPU by more than plain loops, which take a hundred times as long."""
+    return "avx2" not in isa or "avx512" in isa
 
 
 def default_device() -> torch.device:

@@ -6,9 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+import torch
+
+from lz_compile.ground.hardware import hardware, has_short_products
+
 #: Kinds of work, and the units of their amounts:
 #:
 #: product          floating-point operations of batched matrix products, at a number of rows
+#: own_product      the same in the dtype that kernels of ours multiply in (:func:`product_dtype`)
 #: row              elements that products with one row read (in float32: Inductor widens), at a number of keys
 #: group            elements that products with a few rows read, at a number of keys
 #: pointwise        elements of which an exponential is taken and a sum made (a softmax), at a number of rows
@@ -19,13 +24,29 @@ from typing import Literal, TypeAlias
 #: unheld           such bytes where a heap may hold them ready as well, which no size tells
 #: call             operators that are called one by one
 Kind: TypeAlias = Literal[
-    "product", "row", "group", "pointwise", "fused", "fused_training", "fused_row", "fresh", "unheld", "call"
+    "product",
+    "own_product",
+    "row",
+    "group",
+    "pointwise",
+    "fused",
+    "fused_training",
+    "fused_row",
+    "fresh",
+    "unheld",
+    "call",
 ]
 
 #: Blocks of at least so many bytes go back to the operating system when they are freed (glibc's DEFAULT_MMAP_THRESHOLD_MAX),
 #: unless they fit into what a heap keeps at its end, which is up to twice as much.
 FRESH_FROM = 1 << 25
 KEPT = 2 * FRESH_FROM
+
+
+def product_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What kernels of ours multiply ``dtype`` in on this CPU: 16 bits are widened where it has no fast products of them."""
+    is_slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not has_short_products(hardware("cpu").isa))
+    return torch.float32 if is_slow else dtype
 
 
 @dataclass(frozen=True)

@@ -25,11 +25,11 @@ import msgspec
 import torch
 
 from lz_compile.ground import events, machine
-from lz_compile.ground.hardware import Hardware, hardware
+from lz_compile.ground.hardware import hardware, has_short_products
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.store import Store
 from lz_compile.lowering import frames
-from lz_compile.lowering.work import KEPT, Kind, Work
+from lz_compile.lowering.work import KEPT, Kind, Work, product_dtype
 from lz_compile.runtime.problem.context import SelectionContext, name_of
 
 #: What two estimates may differ by without one being faster: the model's own error.
@@ -173,8 +173,7 @@ def usual(dtype: torch.dtype, isa: frozenset[str] = frozenset({"amx"})) -> Rates
     """
     text = Path(__file__).with_name("usual_rates.json").read_bytes()
     tables: dict[str, Any] = msgspec.json.decode(text)["rates"]
-    is_oldest = "avx2" in isa and "avx512" not in isa
-    narrow = "bfloat16" if "amx" in isa else f"bfloat16 without {'AVX-512' if is_oldest else 'tiles'}"
+    narrow = "bfloat16" if "amx" in isa else f"bfloat16 without {'tiles' if has_short_products(isa) else 'AVX-512'}"
     return msgspec.convert({"by_kind": tables["float32" if dtype.itemsize > 2 else narrow]}, Rates)
 
 
@@ -229,21 +228,28 @@ def _pass(dtype: torch.dtype) -> dict[str, list[tuple[float, float]]]:
 
 
 def _at_rows(dtype: torch.dtype, rows: int) -> dict[Kind, float]:
-    operands = _operands(dtype, rows, rows)
-    query, key, value = operands
-    scores = torch.bmm(query, key.mT)
-    flops = 4.0 * scores.numel() * _DIM
-    products = _us(partial(torch.bmm, out=torch.empty_like(scores)), query, key.mT) + _us(torch.bmm, scores, value)
+    operands, own_dtype = _operands(dtype, rows, rows), product_dtype(dtype)
+    flops = 4.0 * _HEADS * rows * rows * _DIM
+    products = own = _products(*operands)
+    if own_dtype != dtype:
+        own = _products(*_operands(own_dtype, rows, rows))
+    scores = torch.full((_HEADS, rows, rows), 0.1, dtype=dtype)
     softmax = _us(partial(torch.softmax, dim=-1, out=torch.empty_like(scores)), scores)
     forward = _us(_attention, *operands)
     leaves = [each.requires_grad_() for each in operands]
     both = _us(lambda: torch.autograd.grad(_attention(*leaves).sum(), leaves), is_warm=True)
     return {
         "product": products / flops,
+        "own_product": own / flops,
         "pointwise": softmax / scores.numel(),
         "fused": forward / flops,
         "fused_training": both / flops,
     }
+
+
+def _products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
+    scores = torch.bmm(query, key.mT)
+    return _us(partial(torch.bmm, out=torch.empty_like(scores)), query, key.mT) + _us(torch.bmm, scores, value)
 
 
 def _of_one_row(dtype: torch.dtype, keys: int) -> dict[Kind, float]:

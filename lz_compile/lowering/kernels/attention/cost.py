@@ -23,6 +23,8 @@ _UNKNOWN = frozenset({"documents", "sliding_window", "alibi", "masked_row_fill"}
 _FEW = 4
 #: Keys of a block of PyTorch's kernel, where causal blocks are left out.
 _FUSED_BLOCK = 512
+#: Operators of no size that a call of PyTorch's kernel takes as long as: it is dispatched twice, and allocates more.
+_FUSED_CALLS = 8
 #: What PyTorch's kernel takes for one query where the heads of a token lie next to each other, as projections leave them.
 _INTERLEAVED = 1.25
 
@@ -118,9 +120,9 @@ def _fused(x: _Shape) -> Work:
         return _written_out(x)
     masks: dict[Kind, float] = {"pointwise": x.scores * x.conditions(0.0, 1.0, 0.3) * (2 if x.is_training else 1)}
     if x.queries <= _FEW:
-        return _work(x, {"fused_row": _INTERLEAVED * x.looked_at, **masks, "call": 1})
+        return _work(x, {"fused_row": _INTERLEAVED * x.looked_at, **masks, "call": _FUSED_CALLS})
     kind: Kind = "fused_training" if x.is_training else "fused"
-    return _work(x, {kind: x.flops * x.seen(_FUSED_BLOCK), **masks, "call": 1})
+    return _work(x, {kind: x.flops * x.seen(_FUSED_BLOCK), **masks, "call": _FUSED_CALLS})
 
 
 def _fused_by_inductor(x: _Shape) -> Work:
@@ -140,7 +142,8 @@ def _tiled(x: _Shape) -> Work:
     if x.queries <= _FEW:
         return _work(x, {"row": (5.0 if x.is_half else 2.3) * x.held, "pointwise": points, "call": calls})
     times = 4.2 if x.is_training else 1.0
-    return _work(x, {"product": times * x.flops * seen, "pointwise": times * points, "call": times * calls}, rows=BLOCK)
+    amounts: dict[Kind, float] = {"own_product": times * x.flops * seen, "pointwise": times * points}
+    return _work(x, {**amounts, "call": times * calls}, rows=BLOCK)
 
 
 def _blocked(x: _Shape) -> Work:
@@ -166,7 +169,7 @@ def _blocked(x: _Shape) -> Work:
 
 
 def _work(x: _Shape, amounts: Mapping[Kind, float], rows: int | None = None) -> Work:
-    kinds: tuple[Kind, ...] = ("product", "pointwise", "fused", "fused_training")
+    kinds: tuple[Kind, ...] = ("product", "own_product", "pointwise", "fused", "fused_training")
     size: dict[Kind, float] = dict.fromkeys(kinds, min(x.rows, rows or x.rows))
     return Work(
         {kind: amount for kind, amount in amounts.items() if amount},

@@ -22,6 +22,7 @@ from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.kernels.attention import cpp_scores
 from lz_compile.lowering.kernels.attention.bit_fills import Fill, fill_where
 from lz_compile.lowering.kernels.attention.token_major import Operands
+from lz_compile.lowering.work import product_dtype
 
 #: Rows of a tile of 4 and of 2 bytes, and the fewest queries.
 ROWS, SHORT_ROWS, FEWEST_QUERIES = 128, 256, 16
@@ -67,13 +68,13 @@ class Problem:
 
     @property
     def product_dtype(self) -> torch.dtype:
-        """Of query and key: as in the source, but float32 for float16, which CPUs multiply slowly."""
-        return torch.float32 if self.attrs.score_dtype == torch.float16 else self.attrs.score_dtype
+        """Of query and key: as in the source, but wider where this CPU multiplies that slowly."""
+        return product_dtype(self.attrs.score_dtype)
 
     @property
     def value_dtype(self) -> torch.dtype:
         """Of values, and of what is multiplied with them."""
-        return torch.float32 if self.x.value.dtype == torch.float16 else self.x.value.dtype
+        return product_dtype(self.x.value.dtype)
 
     @property
     def wide(self) -> torch.dtype:
