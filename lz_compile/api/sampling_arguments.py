@@ -335,5 +335,10 @@ def range_of(values: torch.Tensor, *, unknown: tuple[float, float]) -> tuple[flo
     """The least and the largest; what is given for them where looking would wait for a device, or is traced."""
     if not is_plain(values) or values.device.type != "cpu" or not values.numel():
         return unknown
-    low, high = values.detach().aminmax()
+    known = values.detach()
+    low, high = (known.long() if known.dtype in _UNCOMPARED else known).aminmax()
     return float(low), float(high)
+
+
+#: Whole numbers that PyTorch holds, but finds no least of.
+_UNCOMPARED = (torch.uint16, torch.uint32, torch.uint64)

@@ -25,7 +25,7 @@ import msgspec
 import torch
 
 from lz_compile.ground import events, machine
-from lz_compile.ground.hardware import Hardware, hardware
+from lz_compile.ground.hardware import hardware
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.store import Store
 from lz_compile.lowering import frames
