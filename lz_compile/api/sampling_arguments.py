@@ -15,7 +15,8 @@ from lz_compile.domains.mask import DomainMask
 from lz_compile.errors import ArgumentError, TokenArgumentError
 from lz_compile.lowering.kernel_operator import call_operator
 from lz_compile.lowering.ops import sampling as op
-from lz_compile.lowering.ops.sampling import Operands, Result, SamplingAttrs, SamplingFacts, mixed_seed
+from lz_compile.lowering.ops.sampling import Operands, Result, SamplingAttrs, SamplingFacts
+from lz_compile.lowering.random_bits import mixed_seed
 from lz_compile.lowering.token_bits import pack, unpack, word_count
 from lz_compile.runtime.problem import context as contexts
 

@@ -14,7 +14,8 @@ from lz_compile.api.sampling import sample
 from lz_compile.api.sampling_arguments import row_seeds
 from lz_compile.errors import TokenArgumentError
 from lz_compile.ground import health
-from lz_compile.lowering.ops.sampling import Operands, bits
+from lz_compile.lowering.ops.sampling import Operands
+from lz_compile.lowering.random_bits import bits
 
 #: Seeds of acceptance and of the last draw are those of drafts with other bits, so that one tells nothing of the others.
 _ACCEPTANCE = 0x2545F4914F6CDD1D
