@@ -62,12 +62,7 @@ def attention(
         if torch._C._is_any_autocast_enabled():
             call = _cast(call)
         return eager.plan(call)(*call[:4])
-    except (
-        AttributeError,
-        TypeError,
-        IndexError,
-        RuntimeError,
-    ):  # what is no tensor, no key, or not dense: by its name
+    except (AttributeError, TypeError, IndexError, RuntimeError):  # no tensor, no key, or not dense: said by its name
         check(call)
         raise
 
