@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -445,6 +446,18 @@ def test_operands_that_do_not_fit_are_named(changes, text):
              "block_table": torch.zeros(2, 3, dtype=torch.int32), "lengths": torch.ones(2, dtype=torch.int32)}  # fmt: skip
     with pytest.raises(ArgumentError, match=re.escape(text)):
         lz.paged_attention(**{**named, **changes})
+
+
+def test_numbers_of_numpy_are_those_of_python_and_equal_ones_after_them():
+    """In text, by which attributes come to an operator: equal ones are found again."""
+    x = Problem([3, 8], counts=[1, 1], dtype=torch.float64, stored=torch.float64, has_sinks=True).operands()
+    given = (x.query, x.key_cache, x.value_cache, x.block_table, x.lengths)
+    named = {"query_starts": x.query_starts, "sinks": x.sinks}
+    for number in (np.float32(0.75), np.int64(3)):
+        expected = op.reference(x, attributes(x, scale=float(number), softcap=float(number)))
+        for each in (number, float(number)):
+            found = lz.paged_attention(*given, **named, scale=each, softcap=each)
+            torch.testing.assert_close(found, expected)
 
 
 def test_nothing_is_read_or_written_around_the_operands():

@@ -619,3 +619,22 @@ def test_every_kernel_of_the_op_is_tested_here():
     known = {spec.kernel_id for spec in registry.kernels("sampling").values()} - {"inductor"}
     libraries = {spec.kernel_id for spec in registry.kernels("sampling").values() if spec.package is not None}
     assert known - libraries == {*KERNELS, "lz.triton_sampling"}  # libraries: test_sampling_adapters.py
+
+
+def test_random_bits_are_one_call_where_they_are_compiled():
+    """Written out, Inductor computes what is mixed twice at every step: minutes for a verification."""
+    probabilities = torch.rand(3, 3, 8, generator=torch.Generator().manual_seed(0)).softmax(-1)
+    tokens = torch.tensor([[1, 2], [3, 4], [5, 6]])
+
+    def verified(seed):
+        return lz.speculative_verify(tokens, probabilities[:, :2], probabilities, seeds=seed)
+
+    for seeds in (7, torch.tensor([3, 1 << 40, -5])):
+        torch._dynamo.reset()
+        backend = torch._dynamo.testing.EagerAndRecordGraphs()
+        found = torch.compile(verified, backend=backend, fullgraph=True)(seeds)
+        called = {str(node.target) for graph in backend.graphs for node in graph.graph.nodes}
+        assert "layerzero.random_bits.default" in called
+        assert ("layerzero.mixed_seed.default" in called) == isinstance(seeds, int)
+        for each, other in zip(found, verified(seeds), strict=True):
+            assert torch.equal(each, other)

@@ -115,3 +115,20 @@ def test_an_operand_that_is_overwritten_before_the_results_are_taken_is_refused(
     torch.compile(function, backend=backend, fullgraph=True)(torch.rand(1, T, 1), torch.rand(1, T))
     (miss,) = found
     assert "is overwritten by mul_ (" in miss.reason.message
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("name", ["kda", "average"])
+def test_an_exported_call_is_the_op_for_all_lengths(name: str, strict: bool) -> None:
+    function, given = CALLS[name][0], inputs(torch.float32)
+
+    class Model(torch.nn.Module):
+        def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+            return function(*given)
+
+    length = torch.export.Dim("length", min=4, max=512)
+    program = torch.export.export(Model(), tuple(given), dynamic_shapes=((({1: length},) * 5),), strict=strict)
+    assert sum("layerzero.scan" in str(node.target) for node in program.graph.nodes) == 1
+    for each in (program, program.run_decompositions()):
+        for other in (given, [torch.cat([x, x.flip(1)], 1) for x in given]):
+            torch.testing.assert_close(each.module()(*other), function(*other), rtol=1e-4, atol=1e-5)

@@ -73,6 +73,30 @@ def test_an_operand_has_sizes() -> None:
             call()
 
 
+def test_an_operand_is_dense_behind_others_that_fit() -> None:
+    tensors = torch.ones(3, 1, 2, 4, 8)
+    lz.attention(*tensors)
+    for place, name in enumerate(("query", "key", "value")):
+        given = [each.to_sparse() if index == place else each for index, each in enumerate(tensors)]
+        with pytest.raises(lz.ArgumentError, match=f"expected {name} as a dense tensor, received torch.sparse_coo"):
+            lz.attention(*given)
+
+
+def test_whole_numbers_that_pytorch_does_not_compare_are_read() -> None:
+    logits, probs = torch.arange(40.0).expand(3, 40), torch.full((3, 3, 8), 1 / 8)
+    for dtype in (torch.uint16, torch.uint32, torch.uint64):
+        top_k = torch.tensor([1, 2, 3]).to(dtype)
+        assert (lz.sampling_probs(logits, top_k=top_k) > 0).sum(-1).tolist() == [1, 2, 3]
+        with pytest.raises(lz.ConstraintError, match=r"draft_tokens within 0..7, received 3..9"):
+            lz.speculative_verify(torch.tensor([[3, 9]] * 3).to(dtype), None, probs)
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2), "x", None, 0.5], ids=str)
+def test_whether_probabilities_are_looked_at_is_true_or_false(wrong: Any) -> None:
+    with pytest.raises(lz.ArgumentError, match="expected check_probabilities as True or False"):
+        lz.speculative_verify(torch.zeros(1, 1).long(), None, torch.ones(1, 2, 1), check_probabilities=wrong)
+
+
 def test_operands_on_another_device_are_refused_behind_others_that_fit() -> None:
     query, key, value = torch.ones(3, 1, 2, 4, 8)
     lz.attention(query, key, value)

@@ -61,11 +61,10 @@ def attention(
     try:
         if torch._C._is_any_autocast_enabled():
             call = _cast(call)
-        run = eager.plan(call)
-    except (AttributeError, TypeError, IndexError, RuntimeError):  # what is no tensor, or no key: said by its name
+        return eager.plan(call)(*call[:4])
+    except (AttributeError, TypeError, IndexError, RuntimeError):  # no tensor, no key, or not dense: said by its name
         check(call)
         raise
-    return run(*call[:4])
 
 
 def _written_out(call: Call) -> torch.Tensor:

@@ -15,7 +15,8 @@ from lz_compile.domains.mask import DomainMask
 from lz_compile.errors import ArgumentError, TokenArgumentError
 from lz_compile.lowering.kernel_operator import call_operator
 from lz_compile.lowering.ops import sampling as op
-from lz_compile.lowering.ops.sampling import Operands, Result, SamplingAttrs, SamplingFacts, mixed_seed
+from lz_compile.lowering.ops.sampling import Operands, Result, SamplingAttrs, SamplingFacts
+from lz_compile.lowering.random_bits import mixed_seed
 from lz_compile.lowering.token_bits import pack, unpack, word_count
 from lz_compile.runtime.problem import context as contexts
 
@@ -335,5 +336,10 @@ def range_of(values: torch.Tensor, *, unknown: tuple[float, float]) -> tuple[flo
     """The least and the largest; what is given for them where looking would wait for a device, or is traced."""
     if not is_plain(values) or values.device.type != "cpu" or not values.numel():
         return unknown
-    low, high = values.detach().aminmax()
+    known = values.detach()
+    low, high = (known.long() if known.dtype in _UNCOMPARED else known).aminmax()
     return float(low), float(high)
+
+
+#: Whole numbers that PyTorch holds, but finds no least of.
+_UNCOMPARED = (torch.uint16, torch.uint32, torch.uint64)

@@ -27,7 +27,8 @@ Run: TypeAlias = Callable[..., Results]
 
 def scan(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> Results:
     """The scan over canonical operands, reads after the step."""
-    if torch.compiler.is_dynamo_compiling():
+    # Where it is exported without Dynamo, too: a loop would be as long as the example.
+    if torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and not is_transformed()):
         found = _traced(x, out_dtype, state_dtype)
         return found[0], found[1]
     if any(type(each) not in PLAIN for each in x.flat() if each is not None):

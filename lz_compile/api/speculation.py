@@ -14,7 +14,8 @@ from lz_compile.api.sampling import sample
 from lz_compile.api.sampling_arguments import row_seeds
 from lz_compile.errors import TokenArgumentError
 from lz_compile.ground import health
-from lz_compile.lowering.ops.sampling import Operands, bits
+from lz_compile.lowering.ops.sampling import Operands
+from lz_compile.lowering.random_bits import bits
 
 #: Seeds of acceptance and of the last draw are those of drafts with other bits, so that one tells nothing of the others.
 _ACCEPTANCE = 0x2545F4914F6CDD1D
@@ -71,6 +72,7 @@ def speculative_verify(
     given = (draft_tokens, draft_probs, target_probs)
     arguments = Arguments("speculative_verify", TokenArgumentError)
     if is_plain(*given, seeds if isinstance(seeds, torch.Tensor) else None):
+        arguments.flag("check_probabilities", check_probabilities)
         looks = bool(check_probabilities)
         names = ("speculative_verify", looks, torch.is_grad_enabled(), *[eager.layout(each) for each in given])
         run = eager.bound("sampling", names, partial(_bind, given, looks))
@@ -180,7 +182,7 @@ def _check(draft_tokens: Any, draft_probs: Any, target_probs: Any) -> None:
 
 def _check_tokens(draft_tokens: torch.Tensor, vocab: int) -> None:
     arguments = Arguments("speculative_verify", TokenArgumentError)
-    low, high = map(int, draft_tokens.aminmax())
+    low, high = map(int, draft_tokens.to(torch.int64).aminmax())
     if low < 0 or high >= vocab:
         raise arguments.wrong("draft_tokens", f"within 0..{vocab - 1}", f"{low}..{high}")
 

@@ -6,6 +6,7 @@ Operators of a graph take numbers, strings and tensors, but no dataclass.
 from __future__ import annotations
 
 import json
+import numbers
 import sys
 import typing
 from collections.abc import Mapping
@@ -55,7 +56,14 @@ vars(encode)["_dynamo_marked_constant"] = True
 
 @lru_cache(maxsize=1024)  # eager calls encode the same ones again and again, which takes 24 us each
 def _encoded(attrs: Any) -> str:
-    return json.dumps(asdict(attrs), default=str)
+    return json.dumps(asdict(attrs), default=_written)
+
+
+def _written(value: Any) -> str | float:
+    """What JSON has no form for: a dtype, or a number of another library (equal ones of Python find the same text again)."""
+    if isinstance(value, numbers.Real):
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    return str(value)
 
 
 @lru_cache(maxsize=1024)
