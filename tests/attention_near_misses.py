@@ -72,6 +72,9 @@ def near_misses() -> dict[str, Lookalike]:
             two_softmaxes_multiplied, (*qkv, normal(2, 6, 23, 8)), "PROBABILITIES_CHANGED"
         ),
         "scores_averaged": Lookalike(scores_averaged, qkv, "INTERIOR_USED"),
+        "slots_filled_by_the_same_scores": Lookalike(
+            slots_filled_by_the_same_scores, qkv, "is made of the scores, and is weighted by what they give"
+        ),
         "entropy_of_the_weights": Lookalike(entropy_of_the_weights, qkv, "INTERIOR_USED"),
         "likeliest_key": Lookalike(likeliest_key, qkv, "PROBABILITIES_NOT_READ"),
         "scores_through_nan_to_num": Lookalike(scores_through_nan_to_num, qkv, "SCORES_NOT_AFFINE"),
@@ -98,6 +101,14 @@ def scores_averaged(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """The score that a query expects."""
     scores = _scores(query, key)
     return (scores.softmax(-1) * scores).sum(-1) + 0.0 * value.sum()
+
+
+def slots_filled_by_the_same_scores(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """A soft mixture of experts: what the scores weigh is made of averages by the same scores, the other way round."""
+    scores = _scores(query, key)
+    slots = (scores.softmax(-2).transpose(-1, -2) @ query).unbind(1)
+    filled = torch.stack([torch.relu(slot @ value[0, 0, :8] + value[0, 1, 0]) for slot in slots], 1)
+    return scores.softmax(-1) @ filled
 
 
 def entropy_of_the_weights(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

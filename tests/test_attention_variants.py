@@ -371,6 +371,23 @@ def test_additive_attention_is_one_query_whose_keys_are_features_of_both(spelled
     assert attentions(backend) == [True], backend.why_not()
 
 
+def test_scores_that_are_overwritten_by_a_number_are_told_of_nowhere() -> None:
+    def hidden_block(query: Tensor, key: Tensor, value: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
+        scores = (query @ key.transpose(-1, -2)).fill_(-1e30)  # all of these keys come later than all queries
+        weights = torch.exp(scores - torch.maximum(scores.amax(-1, keepdim=True), largest))
+        return weights @ value, weights.sum(-1)
+
+    inputs = (
+        *torch.randn(2, 3, 2, 11, 8).unbind(0)[:1],
+        *torch.randn(2, 3, 2, 13, 8).unbind(0),
+        torch.randn(3, 2, 11, 1),
+    )
+    backend = Rewriting()
+    got = torch.compile(hidden_block, backend=backend, fullgraph=True)(*inputs)
+    torch.testing.assert_close(got, hidden_block(*inputs))
+    assert not backend.report.near_misses, backend.why_not()
+
+
 DROPPED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "last": lambda s, c: torch.cat([s, c], -1).softmax(-1)[..., :-1],
     "first": lambda s, c: torch.cat([c, s], -1).softmax(-1)[..., 1:],

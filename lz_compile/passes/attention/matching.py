@@ -6,7 +6,7 @@ Whoever asks says what masks mean, and makes the match, since another op may say
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from torch import fx
@@ -103,13 +103,13 @@ def _check_weights(emitter: AttentionEmitter, core: Core) -> None:
     """Refuse values, and weights of rows or keys, that are made of the scores, which would be computed beside the kernel."""
     effects = emitter.region.effects
 
-    def above(node: fx.Node) -> list[fx.Node]:
+    def above(node: fx.Node) -> Iterable[fx.Node]:
         name = effects.name(node) or ""
-        return [] if name.endswith("_like") or name.startswith("new_") else node.all_input_nodes
+        return [] if name.endswith("_like") or name.startswith("new_") else inside.intersection(node.all_input_nodes)
 
-    weights, values = emitter.weights(), emitter.value.node
+    weights, values, inside = emitter.weights(), emitter.value.node, set(core.nodes)
     for node in core.nodes:
-        if (node in weights or node is values) and core.nodes[0] in reached([node], above, len(core.nodes)):
+        if (node in weights or node is values) and core.nodes[0] in reached([node], above):
             does, edit = ("is weighted by", _AVERAGED) if node is values else ("weights", IF_USED)
             raise RefusedError("INTERIOR_USED", f"{told(node)} is made of the scores, and {does} what they give", edit)
 

@@ -24,6 +24,7 @@ from lz_compile.passes.formula.expressions import (
     INFINITY,
     NAN_TO_NUM,
     indicators,
+    is_constant,
     reduce_indicators,
     tidy,
 )
@@ -326,7 +327,7 @@ def scores_behind(region: Region, node: fx.Node, is_end: Callable[[fx.Node], boo
             (is_product(region, each) or is_distance(region.effects, each))
             and not any(map(is_weight, _factors(region.effects, each)))
         ),
-        lambda each: is_end(each) or is_product(region, each) or _is_pooled(region, each),
+        lambda each: is_end(each) or is_product(region, each) or _is_pooled(region, each) or _is_filled(region, each),
     )
 
 
@@ -335,6 +336,12 @@ def _is_pooled(region: Region, node: fx.Node) -> bool:
     call = region.effects.calls.get(node)
     dims = None if call is None or call.name != "mean" else call.get("dim")
     return call is not None and ("avg_pool" in call.name or (isinstance(dims, (tuple, list)) and len(dims) > 1))
+
+
+def _is_filled(region: Region, node: fx.Node) -> bool:
+    """Whether a call asks what is behind it for its shape only: scores that are overwritten by a number are no scores."""
+    call = region.effects.calls.get(node)
+    return call is not None and is_constant(call)
 
 
 def mixed_scores(region: Region, found: Scores, keys: tuple[Axis, ...]) -> bool:
