@@ -15,7 +15,7 @@ import sympy
 import torch
 from torch import fx
 
-from lz_compile.passes.attention.shifts import without_shift
+from lz_compile.passes.attention.sinks import without_shift
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, atoms, axes_of
 from lz_compile.passes.formula.contraction import PRODUCTS, Factor, is_distance, is_product_sum
