@@ -10,7 +10,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-[ $# -gt 0 ] || set -- 2.11.0 2.13.0 2.15.0
+[ $# -gt 0 ] || set -- 2.11.0 2.13.0 2.14.1 2.15.0
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" TORCHINDUCTOR_COMPILE_THREADS="${TORCHINDUCTOR_COMPILE_THREADS:-1}"
 libraries="${LIBRARIES-liger-kernel fla-core xgrammar apache-tvm-ffi}"
 work=$(mktemp -d)

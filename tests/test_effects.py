@@ -287,6 +287,8 @@ ALIASES: dict[str, Callable[[Tensor], Any]] = {
     "exp": lambda y: y.exp(),
     "aten_view": lambda y: torch.ops.aten.view.default(y, [24]),
     "aten_slice": lambda y: torch.ops.aten.slice.Tensor(y, 0, 1, 3),
+    "aten_numpy_T": lambda y: torch.ops.aten.numpy_T(y),
+    "aten_matrix_H": lambda y: torch.ops.aten.matrix_H(y),
     "aten_alias": lambda y: torch.ops.aten.alias.default(y),
 }
 

@@ -58,6 +58,8 @@ SINGLE: dict[str, tuple[tuple[int, ...], Step]] = {
     "T": ((3, 5), lambda x: x.T.clone()),
     "mT": ((2, 3, 5), lambda x: x.mT.clone()),
     "T_of_three_dimensions": ((2, 3, 5), lambda x: x.T.clone()),
+    "T_as_an_operator": ((3, 5), lambda x: torch.ops.aten.numpy_T(x).clone()),  # as Dynamo 2.14 traces x.T
+    "mT_as_an_operator": ((2, 3, 5), lambda x: torch.ops.aten.mT.default(x).clone()),
     "permute": ((2, 3, 5), lambda x: x.permute(2, 0, 1)),
     "permute_negative": ((2, 3, 5), lambda x: x.permute(-1, 0, -2)),
     "permute_named": ((2, 3, 5), lambda x: torch.permute(x, dims=(1, 2, 0))),

@@ -24,7 +24,7 @@ _VIEWS = frozenset(
     "squeeze contiguous alias getitem select narrow chunk split unbind tensor_split detach to type_as diagonal unfold "
     "as_strided getattr view_as_real view_as_complex real imag float half bfloat16 double type positive hsplit vsplit "
     "split_with_sizes broadcast_tensors swapaxes dropout pos adjoint conj resolve_conj resolve_neg cpu cuda atleast_1d "
-    "atleast_2d atleast_3d slice einsum T mT H mH data _get_data_attr values ravel view_as_real numpy_T".split()
+    "atleast_2d atleast_3d slice einsum T mT H mH data _get_data_attr values ravel view_as_real".split()
 )
 _OVERLAPPING = frozenset({"expand", "expand_as", "unfold", "as_strided", "broadcast_to", "broadcast_tensors"})
 _SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit"})

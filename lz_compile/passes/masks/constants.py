@@ -38,7 +38,7 @@ DETERMINISTIC = frozenset(
     "reshape flatten unflatten ravel view_as reshape_as expand expand_as unsqueeze squeeze contiguous clone alias detach "
     "repeat tile repeat_interleave chunk split unbind tensor_split split_with_sizes diagonal diag diag_embed unfold "
     "meshgrid broadcast_tensors kron bucketize searchsorted sort argsort getattr positive to float half bfloat16 "
-    "double type_as type bool int long short byte char cuda cpu one_hot lift_fresh detach numpy_T".split()
+    "double type_as type bool int long short byte char cuda cpu one_hot lift_fresh detach".split()
 )
 #: Calls that autocast runs in another dtype than their inputs have.
 _CAST = frozenset("pow rsqrt reciprocal exp log log2 sum prod cumsum cumprod".split())
