@@ -934,6 +934,7 @@ def test_numbers_for_the_nan_of_a_key_are_right_only_behind_an_added_mask(mask: 
     assert difference(nan, numbers, None, 1e-6, Open(nan=True))
 
 
+@pytest.mark.skipif(torch.__version__ >= "2.14", reason="eager PyTorch refuses the program, too")
 def test_what_is_overwritten_between_graphs_is_pytorchs_to_refuse():
     text = """
 p = F.scaled_dot_product_attention(y, torch.softmax(y.roll(1, 1), 1), x.detach())
