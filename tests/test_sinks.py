@@ -40,6 +40,10 @@ SPELLINGS: dict[str, Spelling] = {
     "denominator, shifted": lambda s, v, t: _shifted(s, v, t, s.amax(-1, True)),
     "denominator, shifted from zero": lambda s, v, t: _shifted(s, v, t, s.amax(-1, True).clamp(min=0)),
     "denominator, shifted by the largest of all": lambda s, v, t: _shifted(s, v, t, torch.maximum(s.amax(-1, True), t)),
+    "denominator, shifted by the largest of a column, too": lambda s, v, t: _shifted(
+        s, v, t, _beside(s, t).amax(-1, True)
+    ),
+    "the same, no keepdim": lambda s, v, t: _shifted(s, v, t, _beside(s, t).amax(-1)[..., None]),
     "sum of logarithms over the column, too": lambda s, v, t: (s - _beside(s, t).logsumexp(-1, True)).exp() @ v,
     "the same after the values": lambda s, v, t: (s.exp() @ v) / _beside(s, t).logsumexp(-1, True).exp(),
     "share": lambda s, v, t: (s.softmax(-1) @ v) * (s.logsumexp(-1, True) - t).sigmoid(),
@@ -135,6 +139,10 @@ LOOKALIKES: dict[str, tuple[Spelling, str]] = {
     "two columns": (
         lambda s, v, t: (s - torch.cat([s, t, t + 1], -1).logsumexp(-1, True)).exp() @ v,
         "SINK_NOT_UNDERSTOOD",
+    ),
+    "shifted by a number": (
+        lambda s, v, t: _shifted(s, v, t, torch.maximum(s.amax(-1, True), torch.full((), 200.0, dtype=s.dtype))),
+        "INTERIOR_USED",
     ),
     "shifted by another score": (
         lambda s, v, t: _shifted(s, v, t, torch.maximum(s.amax(-1, True), t.exp())),
