@@ -40,6 +40,12 @@ SPELLINGS: dict[str, Spelling] = {
     "denominator, shifted": lambda s, v, t: _shifted(s, v, t, s.amax(-1, True)),
     "denominator, shifted from zero": lambda s, v, t: _shifted(s, v, t, s.amax(-1, True).clamp(min=0)),
     "denominator, shifted by the largest of all": lambda s, v, t: _shifted(s, v, t, torch.maximum(s.amax(-1, True), t)),
+    "denominator, shifted by the largest of all, after the values": lambda s, v, t: (
+        (e := (s - (top := torch.maximum(s.amax(-1, True), t))).exp()) @ v / (e.sum(-1, True) + (t - top).exp())
+    ),
+    "column, shifted by the largest": lambda s, v, t: (
+        ((c := _beside(s, t)) - c.amax(-1, True).detach()).softmax(-1)[..., :-1] @ v
+    ),
     "denominator, shifted by the largest of a column, too": lambda s, v, t: _shifted(
         s, v, t, _beside(s, t).amax(-1, True)
     ),
@@ -139,6 +145,14 @@ LOOKALIKES: dict[str, tuple[Spelling, str]] = {
     "two columns": (
         lambda s, v, t: (s - torch.cat([s, t, t + 1], -1).logsumexp(-1, True)).exp() @ v,
         "SINK_NOT_UNDERSTOOD",
+    ),
+    "column, shifted by the largest of other rows": (
+        lambda s, v, t: ((c := _beside(s, t)) - c.amax(-2, True)).softmax(-1)[..., :-1] @ v,
+        "SCORES_NOT_READ",
+    ),
+    "shifted by a larger number": (
+        lambda s, v, t: _shifted(s, v, t, torch.max(s.amax(-1, True), torch.full((), 200.0, dtype=s.dtype))),
+        "INTERIOR_USED",
     ),
     "shifted by a number": (
         lambda s, v, t: _shifted(s, v, t, torch.maximum(s.amax(-1, True), torch.full((), 200.0, dtype=s.dtype))),

@@ -6,7 +6,6 @@ softmax does not see it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import sympy
@@ -65,7 +64,8 @@ def _through_shift(effects: Effects, node: fx.Node) -> fx.Node:
         shift = effects.calls.get(call.get("other"))
         while shift is not None and shift.name in ("getitem", "getattr", "detach"):
             shift = effects.calls.get(shift.input)
-        if shift is not None and shift.name in ("max", "amax") and shift.input is call.input:
+        is_of_rows = shape_of(known_tensor(call.get("other")))[-1:] == (1,)
+        if shift is not None and shift.name in ("max", "amax") and shift.input is call.input and is_of_rows:
             return call.input  # type: ignore[no-any-return]
     return node
 
@@ -134,7 +134,7 @@ class _Beside:
     def of(cls, region: Region, sinks: sympy.Expr | None) -> _Beside:
         """Beside these sinks: under a larger number than theirs, exponentials of usual scores are zero."""
         if sinks is None:
-            return cls(largest=-math.inf)
+            return cls()
         shown = (_shown(region, leaf.node) for leaf in region.leaves_in(sinks).values())
         return cls(frozenset(shown), max(0.0, float(sinks.as_coeff_Add()[0])))
 
@@ -155,8 +155,8 @@ def _is_maximum(region: Region, node: fx.Node, dims: Dims, beside: _Beside) -> b
     call = region.effects.calls.get(node)
     while call is not None and (call.name in _SAME_ROW or _is_bounded(call)):
         call = region.effects.calls.get(call.input)
-    if call is not None and call.name == "maximum":
-        sides = tensor_operands(call.node)
+    sides = [] if call is None or call.name not in ("maximum", "max") else tensor_operands(call.node)
+    if len(sides) > 1:
         return any(beside.has(region, x) for x in sides) and any(_is_maximum(region, x, dims, beside) for x in sides)
     if call is None or call.name not in ("amax", "max"):
         return False
