@@ -253,3 +253,16 @@ def test_rows_without_a_key_are_as_in_eager_code(spelling: str, fill: float) -> 
     torch.testing.assert_close(got, attention(*inputs), equal_nan=True)
     is_read = [match.rewritten for match in backend.report.matches if match.op == "attention"]
     assert is_read == [True] or (spelling == "share" and fill == -torch.inf), backend.why_not()
+
+
+def test_a_maximum_is_subtracted_that_is_zero_at_least() -> None:
+    """What holds the zero is of no other use."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+        scores = q @ k.mT * 0.3
+        top = torch.maximum(scores.amax(-1, True), torch.zeros_like(SINKS["head"](q, given)))
+        weights = (scores - top).exp()
+        return weights @ v / weights.sum(-1, keepdim=True)
+
+    backend = _compared(attention, _inputs())
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()

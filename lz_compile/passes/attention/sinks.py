@@ -138,11 +138,13 @@ class _Beside:
         shown = (_shown(region, leaf.node) for leaf in region.leaves_in(sinks).values())
         return cls(frozenset(shown), max(0.0, float(sinks.as_coeff_Add()[0])))
 
-    def has(self, region: Region, node: fx.Node) -> bool:
+    def has(self, region: Region, node: fx.Node, dims: Dims) -> bool:
         """Whether ``node`` is one of these."""
         shown = _shown(region, node)
         call = region.effects.calls.get(shown)
         value = None if call is None else constant_value(call)
+        if value is not None and len(dims) == len(shape_of(known_tensor(shown))):
+            region.interior.setdefault(shown, dims)
         return shown in self.columns or (value is not None and value <= self.largest)
 
 
@@ -157,7 +159,9 @@ def _is_maximum(region: Region, node: fx.Node, dims: Dims, beside: _Beside) -> b
         call = region.effects.calls.get(call.input)
     sides = [] if call is None or call.name not in ("maximum", "max") else tensor_operands(call.node)
     if len(sides) > 1:
-        return any(beside.has(region, x) for x in sides) and any(_is_maximum(region, x, dims, beside) for x in sides)
+        return any(beside.has(region, x, dims) for x in sides) and any(
+            _is_maximum(region, x, dims, beside) for x in sides
+        )
     if call is None or call.name not in ("amax", "max"):
         return False
     cat, sizes = joined(region.effects, call), shape_of(known_tensor(node))
