@@ -292,6 +292,23 @@ def test_a_weight_for_each_row_of_a_matrix_comes_after_its_norm(dim: int) -> Non
     assert only(backend).rewritten, backend.why_not()
 
 
+def test_one_tensor_that_weights_rows_and_elements_is_one_of_the_two() -> None:
+    def layer(v: Tensor, m: Tensor) -> Tensor:
+        return m[:, None] * m * v / v.norm(dim=1, keepdim=True)
+
+    inputs = torch.randn(16, 16), torch.randn(16)
+    got, backend = compiled(layer, *inputs)
+    torch.testing.assert_close(got, layer(*inputs))
+    assert not norms(backend), backend.why_not()
+
+
+def test_an_epsilon_beside_a_sum_of_unknown_length_is_told_as_such() -> None:
+    def layer(x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-2)
+
+    assert "[SIZE_UNKNOWN]" in compiled(layer, torch.randn(5, 24), dynamic=True)[1].why_not()
+
+
 def test_a_root_may_be_spelled_by_a_logarithm() -> None:
     def layer(x: Tensor, weight: Tensor) -> Tensor:
         return x * torch.exp(-0.5 * torch.log(x.square().mean(-1, keepdim=True) + 1e-6)) * weight

@@ -40,6 +40,16 @@ SPELLINGS: dict[str, Spelling] = {
     "denominator, shifted": lambda s, v, t: _shifted(s, v, t, s.amax(-1, True)),
     "denominator, shifted from zero": lambda s, v, t: _shifted(s, v, t, s.amax(-1, True).clamp(min=0)),
     "denominator, shifted by the largest of all": lambda s, v, t: _shifted(s, v, t, torch.maximum(s.amax(-1, True), t)),
+    "denominator, shifted by the largest of all, after the values": lambda s, v, t: (
+        (e := (s - (top := torch.maximum(s.amax(-1, True), t))).exp()) @ v / (e.sum(-1, True) + (t - top).exp())
+    ),
+    "column, shifted by the largest": lambda s, v, t: (
+        ((c := _beside(s, t)) - c.amax(-1, True).detach()).softmax(-1)[..., :-1] @ v
+    ),
+    "denominator, shifted by the largest of a column, too": lambda s, v, t: _shifted(
+        s, v, t, _beside(s, t).amax(-1, True)
+    ),
+    "the same, no keepdim": lambda s, v, t: _shifted(s, v, t, _beside(s, t).amax(-1)[..., None]),
     "sum of logarithms over the column, too": lambda s, v, t: (s - _beside(s, t).logsumexp(-1, True)).exp() @ v,
     "the same after the values": lambda s, v, t: (s.exp() @ v) / _beside(s, t).logsumexp(-1, True).exp(),
     "share": lambda s, v, t: (s.softmax(-1) @ v) * (s.logsumexp(-1, True) - t).sigmoid(),
@@ -136,6 +146,18 @@ LOOKALIKES: dict[str, tuple[Spelling, str]] = {
         lambda s, v, t: (s - torch.cat([s, t, t + 1], -1).logsumexp(-1, True)).exp() @ v,
         "SINK_NOT_UNDERSTOOD",
     ),
+    "column, shifted by the largest of other rows": (
+        lambda s, v, t: ((c := _beside(s, t)) - c.amax(-2, True)).softmax(-1)[..., :-1] @ v,
+        "SCORES_NOT_READ",
+    ),
+    "shifted by a larger number": (
+        lambda s, v, t: _shifted(s, v, t, torch.max(s.amax(-1, True), torch.full((), 200.0, dtype=s.dtype))),
+        "INTERIOR_USED",
+    ),
+    "shifted by a number": (
+        lambda s, v, t: _shifted(s, v, t, torch.maximum(s.amax(-1, True), torch.full((), 200.0, dtype=s.dtype))),
+        "INTERIOR_USED",
+    ),
     "shifted by another score": (
         lambda s, v, t: _shifted(s, v, t, torch.maximum(s.amax(-1, True), t.exp())),
         "INTERIOR_USED",
@@ -231,3 +253,16 @@ def test_rows_without_a_key_are_as_in_eager_code(spelling: str, fill: float) -> 
     torch.testing.assert_close(got, attention(*inputs), equal_nan=True)
     is_read = [match.rewritten for match in backend.report.matches if match.op == "attention"]
     assert is_read == [True] or (spelling == "share" and fill == -torch.inf), backend.why_not()
+
+
+def test_a_maximum_is_subtracted_that_is_zero_at_least() -> None:
+    """What holds the zero is of no other use."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+        scores = q @ k.mT * 0.3
+        top = torch.maximum(scores.amax(-1, True), torch.zeros_like(SINKS["head"](q, given)))
+        weights = (scores - top).exp()
+        return weights @ v / weights.sum(-1, keepdim=True)
+
+    backend = _compared(attention, _inputs())
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()

@@ -82,6 +82,13 @@ def test_an_operand_is_dense_behind_others_that_fit() -> None:
             lz.attention(*given)
 
 
+def test_one_and_zero_say_whether_attention_is_causal() -> None:
+    tensors = torch.randn(3, 1, 2, 5, 8)
+    for causal in (1, True, 0, False):
+        want = torch.nn.functional.scaled_dot_product_attention(*tensors, is_causal=bool(causal))
+        torch.testing.assert_close(lz.attention(*tensors, causal=causal), want)
+
+
 def test_whole_numbers_that_pytorch_does_not_compare_are_read() -> None:
     logits, probs = torch.arange(40.0).expand(3, 40), torch.full((3, 3, 8), 1 / 8)
     for dtype in (torch.uint16, torch.uint32, torch.uint64):

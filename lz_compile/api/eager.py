@@ -247,6 +247,7 @@ class _Problem:
 
     def __init__(self, call: Call) -> None:
         check(call)
+        call = call._replace(causal=bool(call.causal))  # 1 finds what is bound here, as True does
         given = read("attention", "attention", (), call._asdict())
         context = given.context
         if not context.is_cuda_graph_capturing:

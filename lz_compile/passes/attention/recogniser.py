@@ -169,12 +169,14 @@ class Reader(Generic[Made]):
                 return None
             gain, sinks = divided
             found = replace(found, sinks=sinks)
+            if sinks is not None:  # which the maximum that was subtracted may be of, too
+                inner = scores.read(self.region, found.scores, keys, sinks) or inner
         found = self._from_shift(found, inner)
         kept = sympy.factor(inner.keep * found.keep)
         if kept != 1 and not self.region.axes_in(rest := sympy.cancel(gain / kept)) & set(atoms(keys)):
             gain, found = rest, replace(found, is_masked_again=True)
         gain, value_gain = self._split_gain(gain, read)
-        return self._checked(replace(read, probabilities=found, gain=gain, value_gain=value_gain))
+        return self._checked(replace(read, scores=inner, probabilities=found, gain=gain, value_gain=value_gain))
 
     def _match_quotient(self, product: fx.Node, *, is_needed: bool) -> Made | None:
         """The division by the sum of the exponentials that comes after the values: read again from there.

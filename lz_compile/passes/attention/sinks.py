@@ -6,6 +6,8 @@ softmax does not see it.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import sympy
 from torch import fx
 
@@ -13,7 +15,7 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
-from lz_compile.passes.formula.expressions import is_cast, is_constant
+from lz_compile.passes.formula.expressions import constant_value, is_cast
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, tensor_operands
@@ -62,7 +64,8 @@ def _through_shift(effects: Effects, node: fx.Node) -> fx.Node:
         shift = effects.calls.get(call.get("other"))
         while shift is not None and shift.name in ("getitem", "getattr", "detach"):
             shift = effects.calls.get(shift.input)
-        if shift is not None and shift.name in ("max", "amax") and shift.input is call.input:
+        is_of_rows = shape_of(known_tensor(call.get("other")))[-1:] == (1,)
+        if shift is not None and shift.name in ("max", "amax") and shift.input is call.input and is_of_rows:
             return call.input  # type: ignore[no-any-return]
     return node
 
@@ -111,37 +114,62 @@ def without_shift(
 ) -> sympy.Expr:
     """Drop a subtracted row maximum: softmax does not change when a row is shifted."""
     shifts = {}
-    beside = () if sinks is None else region.leaves_in(sinks).values()
-    columns = frozenset(_shown(region, leaf.node) for leaf in beside)
+    beside = _Beside.of(region, sinks)
     for symbol, leaf in region.leaves_in(expression).items():
-        if leaf.axes & set(atoms(keys)) or not _is_maximum(region, leaf.node, columns):
+        if leaf.axes & set(atoms(keys)) or not _is_maximum(region, leaf.node, leaf.dims, beside):
             continue
         if sympy.expand(sympy.diff(expression, symbol)).is_number:
             shifts[symbol] = sympy.S.Zero
     return expression.xreplace(shifts) if shifts else expression
 
 
+@dataclass(frozen=True)
+class _Beside:
+    """What a row's maximum may be taken of as well: the tensors that a sink is made of, and numbers up to ``largest``."""
+
+    columns: frozenset[fx.Node] = frozenset()
+    largest: float = 0.0
+
+    @classmethod
+    def of(cls, region: Region, sinks: sympy.Expr | None) -> _Beside:
+        """Beside these sinks: under a larger number than theirs, exponentials of usual scores are zero."""
+        if sinks is None:
+            return cls()
+        shown = (_shown(region, leaf.node) for leaf in region.leaves_in(sinks).values())
+        return cls(frozenset(shown), max(0.0, float(sinks.as_coeff_Add()[0])))
+
+    def has(self, region: Region, node: fx.Node, dims: Dims) -> bool:
+        """Whether ``node`` is one of these."""
+        shown = _shown(region, node)
+        call = region.effects.calls.get(shown)
+        value = None if call is None else constant_value(call)
+        if value is not None and len(dims) == len(shape_of(known_tensor(shown))):
+            region.interior.setdefault(shown, dims)
+        return shown in self.columns or (value is not None and value <= self.largest)
+
+
 #: Calls behind which a row's maximum is one still.
 _SAME_ROW = frozenset({"detach", "getitem", "getattr", "unsqueeze", "contiguous", "clone", "relu"})
 
 
-def _is_maximum(region: Region, node: fx.Node, columns: frozenset[fx.Node]) -> bool:
-    """Whether a node is the largest of a row, or of a row and the ``columns`` beside it."""
+def _is_maximum(region: Region, node: fx.Node, dims: Dims, beside: _Beside) -> bool:
+    """Whether a node with these ``dims`` is the largest of a row, or of a row and what may stand ``beside`` it."""
     call = region.effects.calls.get(node)
     while call is not None and (call.name in _SAME_ROW or _is_bounded(call)):
         call = region.effects.calls.get(call.input)
-    if call is not None and call.name == "maximum":
-        sides = tensor_operands(call.node)
-        return any(_is_beside(region, x, columns) for x in sides) and any(
-            _is_maximum(region, x, columns) for x in sides
+    sides = [] if call is None or call.name not in ("maximum", "max") else tensor_operands(call.node)
+    if len(sides) > 1:
+        return any(beside.has(region, x, dims) for x in sides) and any(
+            _is_maximum(region, x, dims, beside) for x in sides
         )
-    return call is not None and call.name in ("amax", "max")
-
-
-def _is_beside(region: Region, node: fx.Node, columns: frozenset[fx.Node]) -> bool:
-    shown = _shown(region, node)
-    call = region.effects.calls.get(shown)
-    return bool(columns) and (shown in columns or (call is not None and is_constant(call)))
+    if call is None or call.name not in ("amax", "max"):
+        return False
+    cat, sizes = joined(region.effects, call), shape_of(known_tensor(node))
+    for part in () if cat is None else cat.get("tensors"):
+        *rows, width = shape_of(known_tensor(part))
+        if width == 1 and [*sizes[: len(rows)]] == rows:
+            region.interior.setdefault(part, (*dims[: len(rows)], ()))  # its layout may spell out sizes
+    return True
 
 
 def _shown(region: Region, node: fx.Node) -> fx.Node:

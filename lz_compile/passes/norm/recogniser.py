@@ -27,6 +27,7 @@ from lz_compile.passes.formula.moments import (
     CALLS,
     FUNCTIONS,
     LARGEST,
+    MEAN,
     MEAN_ABSOLUTE,
     MEAN_SQUARE,
     ROW,
@@ -269,6 +270,10 @@ def _normalised(read: Read, output: fx.Node, anchor: fx.Node, *, is_by_rows: boo
     if form is None or not is_of_rows:
         edit = "divide the row by the root of its mean square"
         if is_of_rows and _is_divided(read) and not _is_rounded(read, output):
+            sizes = read.expression.free_symbols - region.leaves.keys() - {ROW, MEAN, *_MAGNITUDES}
+            if sizes and normal_form(read.expression.xreplace(dict.fromkeys(sizes, sympy.S(_SOME)))) is not None:
+                text = f"the epsilon beside the root of a mean square depends on the size {min(sizes, key=str)}"
+                raise RefusedError("SIZE_UNKNOWN", text, "mark that dimension as static (torch._dynamo.mark_static)")
             names = {symbol: sympy.Symbol(leaf.node.name) for symbol, leaf in region.leaves.items()}
             formula = str(read.expression.xreplace(names))[:_MOST_TEXT]
             raise RefusedError(
@@ -280,6 +285,8 @@ def _normalised(read: Read, output: fx.Node, anchor: fx.Node, *, is_by_rows: boo
     return Normalised(moments, form, output, read.dims)
 
 
+#: A size, for one that is not known.
+_SOME = 7
 #: So much is told of a formula.
 _MOST_TEXT = 100
 
@@ -315,9 +322,13 @@ def _check_weights(region: Region, form: NormalForm, moments: Moments, *, is_by_
         raise RefusedError(
             "NO_NORM", "a weight is a function of which kernels know nothing", "multiply by it afterwards"
         )
+    places = Counter(leaf.node for leaf in region.leaves_in(form.gain, form.shift).values())
     for leaf in region.leaves_in(form.gain, form.shift).values():
         if tensor_of(leaf.node) is None:  # a number
             continue
+        if places[leaf.node] > 1:
+            text = f"{told(leaf.node)} weights both rows and their elements"
+            raise RefusedError("NO_NORM", text, "multiply by it afterwards")
         is_given = leaf.node.op in ("placeholder", "get_attr")
         own = set(axes_of(leaf.dims))
         if not is_given or (rows and rows <= own and not is_by_rows) or not own <= set(axes_of(moments.dims)):
