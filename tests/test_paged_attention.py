@@ -17,6 +17,7 @@ from tiers import examples
 import lz_compile as lz
 from lz_compile.errors import ArgumentError
 from lz_compile.ground import events
+from lz_compile.lowering.attributes import decode, encode
 from lz_compile.lowering.kernels.paged_attention import cpp_paged_attention, torch_paged_attention
 from lz_compile.lowering.ops import paged_attention as op
 from lz_compile.lowering.ops.paged_attention import NARROW, Operands
@@ -458,6 +459,11 @@ def test_numbers_of_numpy_are_those_of_python_and_equal_ones_after_them():
         for each in (number, float(number)):
             found = lz.paged_attention(*given, **named, scale=each, softcap=each)
             torch.testing.assert_close(found, expected)
+
+
+def test_a_truth_value_of_numpy_is_none_of_its_words():
+    attrs = op.PagedAttentionAttrs(scale=0.376, window=np.bool_(True))  # a scale that nothing else has
+    assert decode(op.PagedAttentionAttrs, encode(attrs)).window is True
 
 
 def test_nothing_is_read_or_written_around_the_operands():

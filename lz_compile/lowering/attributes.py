@@ -6,7 +6,6 @@ Operators of a graph take numbers, strings and tensors, but no dataclass.
 from __future__ import annotations
 
 import json
-import numbers
 import sys
 import typing
 from collections.abc import Mapping
@@ -59,11 +58,9 @@ def _encoded(attrs: Any) -> str:
     return json.dumps(asdict(attrs), default=_written)
 
 
-def _written(value: Any) -> str | float:
-    """What JSON has no form for: a dtype, or a number of another library (equal ones of Python find the same text again)."""
-    if isinstance(value, numbers.Real):
-        return int(value) if isinstance(value, numbers.Integral) else float(value)
-    return str(value)
+def _written(value: Any) -> Any:
+    """What JSON has no form for: a dtype, or a value of another library (equal ones of Python find the same text again)."""
+    return value.item() if hasattr(value, "item") else str(value)
 
 
 @lru_cache(maxsize=1024)
