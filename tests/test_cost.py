@@ -23,6 +23,7 @@ from lz_compile.compile.match_tuning import open_question
 from lz_compile.compile.problems import left_as
 from lz_compile.ground import events
 from lz_compile.lowering import configured, inductor
+from lz_compile.lowering.kernels.attention import cost as attention_cost
 from lz_compile.lowering.kernels.attention.cost import work
 from lz_compile.lowering.ops import attention
 from lz_compile.lowering.work import FRESH_FROM, KEPT, Work, fresh
@@ -468,3 +469,14 @@ def test_doctor_shows_the_rates_of_this_machine(
     report = doctor()
     assert report.measurements.rates == {"float32": cost.usual(torch.float32).told()}
     assert "rates in float32" in capsys.readouterr().out
+
+
+def test_what_a_query_reads_is_priced_by_all_that_a_batch_reads() -> None:
+    def size(batch: int, keys: int) -> float:
+        dims = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "value_dim": 64}
+        sizes = {"batch_size": batch, "seq_len_q": 1, "seq_len_k": keys, **dims}
+        found = attention_cost.work("torch.sdpa", torch.float32, frozenset(), sizes)
+        assert found is not None
+        return found.size["fused_row"]
+
+    assert size(8, 512) == size(1, 4096) == 8 * size(1, 512)
