@@ -8,7 +8,9 @@ less than 8 %, and neither is ever more than 5 % slower than Inductor's own code
 where the best two cannot be told apart and measuring them pays in a model of 24 layers, made between their timings; it
 loses less than 4 %, and is never more than 3 % slower than Inductor.
 
-    python -m benchmarks.selection [--rounds 15] [--quick]
+    python -m benchmarks.selection [--dtypes bfloat16] [--lengths 64 1024] [--rounds 15] [--add] [--quick]
+
+The longest of the lengths says where the grid ends.
 """
 
 from __future__ import annotations
@@ -232,10 +234,15 @@ def _claim(value: float, limit: float) -> str:
 
 def main() -> None:
     """Run the grid with an empty database of its own."""
-    settings = parse(parser(__doc__), LENGTHS)
-    longest = max(settings.lengths) if settings.quick else LENGTHS[-1]
-    cases = grid(settings.dtypes, longest)
+    options = parser(__doc__)
+    options.add_argument("--add", action="store_true", help="to the rows of other dtypes that are published")
+    settings = parse(options, LENGTHS)
+    cases = grid(settings.dtypes, max(settings.lengths))
     publication = Publication("selection", settings.device, is_quick=settings.quick, rounds=settings.rounds)
+    if settings.add:
+        publication.resume()
+        measured = {str(dtype).removeprefix("torch.") for dtype in settings.dtypes}
+        publication.rows[:] = [row for row in publication.rows if row["case"]["dtype"] not in measured]
     with tempfile.TemporaryDirectory(prefix="lz-selection-") as directory:
         policy.configure(perfdb={"path": str(Path(directory) / "perfdb.sqlite")})
         for case in cases:

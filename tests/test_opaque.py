@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lz_compile.errors import GradientUnsupportedError, OperatorRedefinedError
 from lz_compile.ground import events, health
@@ -65,6 +67,7 @@ def attend_plainly(query: Tensor, key: Tensor, value: Tensor, scale: float | Non
 
 
 ATTEND = opaque("attend_for_tests", attend, attend_fake, fallback=attend_plainly, kernel_id="tests.attend")
+DIRECTLY = torch.ops.layerzero.attend_for_tests_kernel.default.directly
 
 
 def gated(left: Tensor, right: Tensor, gate: Tensor, scale: float = 1.0) -> Tensor:
@@ -319,7 +322,8 @@ def test_compiled_code_calls_the_kernel_forward_and_the_backward_backward():
         actual, codes = run_and_get_code(run)
         torch.testing.assert_close(actual, torch.autograd.grad(step(*given).sum(), given))
         calls = [
-            [name for name in ("kernel", "backward") if f"gated_for_tests_{name}.default(" in code] for code in codes
+            [name for name in ("kernel", "backward") if f"gated_for_tests_{name}.default.directly(" in code]
+            for code in codes
         ]
         assert calls == [["kernel"], ["backward"]]
         torch._dynamo.reset()
@@ -334,15 +338,45 @@ def test_compiled_code_calls_the_kernel_forward_and_the_backward_backward():
 def test_it_is_one_node_with_complete_metadata():
     seen: list[fx.GraphModule] = []
     query, key, value = operands()
-    with torch.no_grad():
+    with torch.no_grad(), fresh_cache():
         actual, (code,) = run_and_get_code(torch.compile(model, backend=backend(seen)), query, key, value)
     torch.testing.assert_close(actual, model(query, key, value))
     (node,) = [node for node in seen[0].graph.nodes if node.target is ATTEND]
     assert node.meta[EMITTED]
     assert node.meta["stack_trace"]
     assert node.meta["example_value"].shape == (2, 3, 5, 6)
-    assert "torch.ops.layerzero.attend_for_tests_kernel.default(" in code
+    assert "torch.ops.layerzero.attend_for_tests_kernel.default.directly(" in code
     assert "torch.ops.layerzero.attend_for_tests.default(" not in code
+
+
+class Seen(TorchDispatchMode):
+    """Names of the operators that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_compiled_code_passes_the_dispatcher_by_where_nobody_listens():
+    compiled = torch.compile(model, backend=backend())
+    query, key, value = operands()
+    with torch.no_grad(), fresh_cache():
+        expected = compiled(query, key, value)
+        with mock.patch.object(torch._ops.OpOverload, "__call__", side_effect=AssertionError("dispatched")):
+            torch.testing.assert_close(compiled(query, key, value), expected, rtol=0, atol=0)
+        with torch.profiler.profile() as profiled:
+            torch.testing.assert_close(compiled(query, key, value), expected, rtol=0, atol=0)
+        with Seen() as seen:
+            found = DIRECTLY(query, key, value, None)
+    torch.testing.assert_close(found, attend_plainly(query, key, value, None))
+    assert "layerzero::attend_for_tests_kernel" in {event.name for event in profiled.events()}
+    assert seen.names == ["layerzero.attend_for_tests_kernel.default"]
+    with pytest.raises(GradientUnsupportedError):
+        DIRECTLY(query.requires_grad_(), key, value, None)
 
 
 def test_one_compilation_serves_every_length():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ from torch._guards import ChainedSource, CompileContext, Source, TracingContext
 from torch._inductor import config as inductor_config
 from torch._inductor.codecache import CppCodeCache, CppPythonBindingsCodeCache, CppWrapperCodeCache, get_path
 from torch._inductor.runtime.cache_dir_utils import cache_dir
+from torch.compiler._cache import CacheArtifactManager
 
 #: Whose functions and classes nobody replaces: what rolled loops call, ours and PyTorch's.
 _FIXED = ("lz_compile.api.rolling.", "torch._higher_order_ops.", "torch.utils._pytree")
@@ -105,3 +107,21 @@ def guards() -> tuple[int, int]:
     known = context.guards_context
     count = len(known.dynamo_guards.inner) + len(known.aotautograd_guards)
     return count, 0 if shapes is None else len(shapes.guards)
+
+
+@contextmanager
+def cache_artifacts() -> Iterator[list[str]]:
+    """The keys of what Inductor puts into its caches, or finds there, inside; all are there on leaving.
+
+    What ``torch.compiler.save_cache_artifacts`` gives is the same as without.
+    """
+    keys: list[str] = []
+    with CacheArtifactManager.with_fresh_cache():
+        yield keys
+        recorded = {kind: list(found) for kind, found in CacheArtifactManager._new_cache_artifacts.items()}
+    for kind, found in recorded.items():
+        keys.extend(f"{kind}/{artifact.key}" for artifact in found)
+        for artifact in found:
+            if artifact not in CacheArtifactManager._seen_artifacts:
+                CacheArtifactManager._seen_artifacts.add(artifact)
+                CacheArtifactManager._new_cache_artifacts[kind].append(artifact)

@@ -21,9 +21,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dependencies import MemoryDep, WeakDep
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._inductor.ir import FallbackKernel
 from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.compiler._cache import CacheArtifactManager
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves
@@ -148,6 +149,19 @@ def _compile_inner(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) 
         _tell_strides(kept)
 
 
+_set_name = FallbackKernel.set_python_kernel_name
+
+
+def _name_directly(kernel: FallbackKernel, name: str | None) -> None:
+    """Let generated Python call operators of ours without PyTorch's dispatcher (see ``opaque``)."""
+    _set_name(kernel, name)
+    is_python = not (V.graph.cpp_wrapper or getattr(V.graph, "fx_wrapper", False))
+    if name is None and is_python and hasattr(kernel.op_overload, "directly"):
+        kernel.python_kernel_name = f"{kernel.python_kernel_name}.directly"
+
+
+FallbackKernel.set_python_kernel_name = _name_directly  # type: ignore[method-assign, assignment]
+
 _is_fusable = getattr(Scheduler, "fusable_weak_dep", None)
 _is_reading_in_time = ContextVar("_is_reading_in_time", default=False)
 
@@ -202,7 +216,6 @@ def kernels_code(module: fx.GraphModule, inputs: Sequence[Any], config: dict[str
     """Python that calls the kernels of a graph of ATen operations, as Inductor writes it; nothing of it is built."""
     from torch._inductor.debug import DebugContext
     from torch._inductor.graph import GraphLowering
-    from torch._inductor.virtualized import V
 
     (mode,) = {each.fake_mode for each in inputs if isinstance(each, FakeTensor)}
     own = copy.deepcopy(module)
@@ -377,21 +390,3 @@ def fuses_attention(
         counters["inductor"].clear()  # a question is no compile
         counters["inductor"].update(counted)
     return any("scaled_dot_product" in str(node.target) for node in module.graph.nodes)
-
-
-@contextmanager
-def cache_artifacts() -> Iterator[list[str]]:
-    """The keys of what Inductor puts into its caches, or finds there, inside; all are there on leaving.
-
-    What ``torch.compiler.save_cache_artifacts`` gives is the same as without.
-    """
-    keys: list[str] = []
-    with CacheArtifactManager.with_fresh_cache():
-        yield keys
-        recorded = {kind: list(found) for kind, found in CacheArtifactManager._new_cache_artifacts.items()}
-    for kind, found in recorded.items():
-        keys.extend(f"{kind}/{artifact.key}" for artifact in found)
-        for artifact in found:
-            if artifact not in CacheArtifactManager._seen_artifacts:
-                CacheArtifactManager._seen_artifacts.add(artifact)
-                CacheArtifactManager._new_cache_artifacts[kind].append(artifact)

@@ -16,6 +16,8 @@ from types import FunctionType
 from typing import Any
 
 import torch
+from torch._C import _len_torch_dispatch_stack
+from torch._C._autograd import _profiler_enabled
 
 from lz_compile.errors import GradientUnsupportedError, KernelExecutionError, OperatorRedefinedError
 from lz_compile.ground import health, hooks
@@ -116,9 +118,22 @@ def _define_kernel(
 ) -> torch._ops.OpOverload:
     """What tracing leaves in a graph, with the signature of ``function``."""
     schema = torch.library.infer_schema(function, mutates_args=())
-    operator = _define(name, schema, (*_TAGS, *tags), _waiting(run), "CompositeExplicitAutograd")
+    run = _waiting(run)
+    operator = _define(name, schema, (*_TAGS, *tags), run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
+    operator.directly = _directly(operator, run)  # type: ignore[attr-defined]  # what Inductor's code calls
     return operator
+
+
+def _directly(operator: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
+    """``operator`` without PyTorch's dispatcher, which takes longer than some kernels, where nobody but it is on the way."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled() or _profiler_enabled() or _len_torch_dispatch_stack():
+            return operator(*args, **kwargs)
+        return run(*args, **kwargs)
+
+    return call
 
 
 def _define(

@@ -23,7 +23,7 @@ from lz_compile.errors import LayerZeroError, SolveError, nearest
 from lz_compile.ground import machine
 from lz_compile.ground.files import path_given
 from lz_compile.ground.hardware import hardware
-from lz_compile.lowering import frames, inductor
+from lz_compile.lowering import dynamo, frames
 from lz_compile.report.report import GraphReport, reports
 from lz_compile.runtime.kernels import registry
 from lz_compile.runtime.tables import loaded as loaded_tables
@@ -89,7 +89,7 @@ def solve(
         if budget_s is not None:
             ours = replace(ours, tune_budget_s=max(start + budget_s - time.perf_counter(), 0.0))
         run = inductor_runner(None, rest) if compile_jit else _eager
-        with inductor.cache_artifacts() as artifacts:
+        with dynamo.cache_artifacts() as artifacts:
             planned = _planned(model, bucket, given, ours, run)
         solved.append((bucket, planned, tuple(artifacts)))
         device = next((each.device for each in _tensors(given)), device)
