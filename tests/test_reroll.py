@@ -561,20 +561,30 @@ def moving_average(length: int, more: int = 0) -> Callable[[torch.Tensor, torch.
     return function
 
 
-@pytest.mark.parametrize(("steps", "contracts", "policy", "is_rolled"), [
-    (8, True, "auto", True), (7, True, "auto", False), (17, False, "auto", False), (17, False, "keep", True),
+STEPS = {
+    "product": lambda a, h: a @ h,
+    "sum": lambda a, h: a * (a * h).sum(-1, keepdim=True),
+    "pointwise": lambda a, h: a * h,
+}
+
+
+@pytest.mark.parametrize(("steps", "kind", "policy", "has_gradient", "is_rolled"), [
+    (8, "product", "auto", False, True), (7, "product", "auto", False, False), (17, "pointwise", "auto", False, False),
+    (17, "pointwise", "keep", False, True), (15, "sum", "auto", False, False), (16, "sum", "auto", False, True),
+    (8, "sum", "auto", True, True), (8, "sum", "keep", False, True),
 ])  # fmt: skip
-def test_by_default_a_kernel_takes_the_place_of_many_launches_only(steps, contracts, policy, is_rolled):
+def test_by_default_a_kernel_takes_the_place_of_many_launches_only(steps, kind, policy, has_gradient, is_rolled):
     def function(x, a):
         h, found = x.new_zeros(B, D, D), []
         for t in range(steps):
-            h = (a[:, t] @ h if contracts else a[:, t] * h) + x[:, t]
+            h = STEPS[kind](a[:, t], h) + x[:, t]
             found.append(h)
         return torch.stack(found, 1)
 
     torch._dynamo.reset()
     backend = Rolling(policy, lambda _scan, _ambient: True)
-    torch.compile(function, backend=backend)(*sequences(B, steps, D, D))
+    x, a = sequences(B, steps, D, D)
+    torch.compile(function, backend=backend)(x.requires_grad_(has_gradient), a)
     assert backend.steps == ([steps] if is_rolled else [])
 
 

@@ -155,10 +155,18 @@ def _rolled(
 
 def _may_be_special(loop: Loop, policy: str) -> bool:
     """Whether a kernel may be worth it."""
-    calls = [call for call in map(read, loop.step.module.graph.nodes) if call is not None]
-    if any(call.name in contraction.PRODUCTS | {"sum", "mean", "linear"} for call in calls):
-        return loop.has_streams and loop.steps.count >= worthwhile.LEAST_CONTRACTIONS
+    names = {call.name for call in map(read, loop.step.module.graph.nodes) if call is not None}
+    multiplies, sums = names & (contraction.PRODUCTS | {"linear"}), names & {"sum", "mean"}
+    if multiplies or sums:
+        is_one_pass = policy != "keep" and not multiplies and not loop.has_gradient and _is_on_cpu(loop)
+        least = worthwhile.LEAST_SUMS if is_one_pass else worthwhile.LEAST_CONTRACTIONS
+        return loop.has_streams and loop.steps.count >= least
     return policy == "keep" and loop.has_streams and loop.steps.count >= worthwhile.LEAST_POINTWISE
+
+
+def _is_on_cpu(loop: Loop) -> bool:
+    found = [tensor_of(loop.body.slots[slot].like) for slot in loop.step.slots]
+    return all(each is not None and each.device.type == "cpu" for each in found)
 
 
 def _too_short(loop: Loop, policy: str) -> Reason | None:
