@@ -796,3 +796,19 @@ def test_a_kernel_is_named_in_a_test(path):
     for entries in json.loads(path.read_text())["ops"].values():
         for entry in entries:
             assert any(f'"{entry["kernel_id"]}"' in text for text in texts)
+
+
+def test_an_interrupt_while_kernels_are_found_loses_none_of_them(monkeypatch):
+    everything, add = set(registry.kernels("attention")), registry._add_descriptor
+    monkeypatch.setattr(registry, "_state", registry._State())
+
+    def interrupted(table, path, module):
+        if len(table) > 3:
+            raise KeyboardInterrupt
+        add(table, path, module)
+
+    monkeypatch.setattr(registry, "_add_descriptor", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        registry.kernels("attention")
+    monkeypatch.setattr(registry, "_add_descriptor", add)
+    assert set(registry.kernels("attention")) >= everything

@@ -6,12 +6,14 @@ call of a function. Nothing of this is in the path of a call that was decided: c
 
 from __future__ import annotations
 
-import os
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from lz_compile.ground import forks
 
 Labels = tuple[tuple[str, str], ...]
 
@@ -19,16 +21,7 @@ _lock = threading.Lock()
 _counts: Counter[tuple[str, Labels]] = Counter()
 _tracer: Any = None
 _failed: Callable[[Exception], None] | None = None
-
-
-def _be_a_copy() -> None:
-    """In a forked process no other thread lives on that could release the lock."""
-    global _lock  # noqa: PLW0603 one for the process
-    _lock = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_be_a_copy)
+forks.renewed(sys.modules[__name__], _lock=threading.Lock)
 
 
 def count(name: str, amount: int = 1, **labels: str) -> None:

@@ -17,6 +17,7 @@ before, and is not stored.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Hashable
@@ -87,7 +88,9 @@ class DecisionCache(Generic[V]):
         self.settings, self._clock = settings or CacheSettings(), clock
         self._lock = threading.Lock()
         self._live: dict[Hashable, _Entry[V]] = {}  # oldest first
-        self._flights: dict[Hashable, Future[V]] = {}
+        self._flights: dict[
+            tuple[int, Hashable], Future[V]
+        ] = {}  # by process: a forked one waits for none of its parent's
         self._misses = self._computations = self._evictions = self._expirations = self._past_hits = 0
 
     def get(self, key: Hashable) -> V | None:
@@ -114,10 +117,11 @@ class DecisionCache(Generic[V]):
             entry.hits += 1
             return entry.value
         self._misses += 1
+        name = os.getpid(), key
         while True:
             flight: Future[V] = Future()
             try:
-                found = self._join(key, flight)
+                found = self._join(name, flight)
                 if isinstance(found, _Entry):
                     return found.value
                 if found is flight:
@@ -125,8 +129,8 @@ class DecisionCache(Generic[V]):
             finally:
                 flight.cancel()  # one that has ended stays as it is; whoever waits for an interrupted one goes on
                 with self._lock:
-                    if self._flights.get(key) is flight:
-                        del self._flights[key]
+                    if self._flights.get(name) is flight:
+                        del self._flights[name]
             with suppress(CancelledError):
                 while not found.done():
                     with suppress(LateError):
@@ -146,15 +150,15 @@ class DecisionCache(Generic[V]):
             counts = self._computations, self._evictions, self._expirations, len(self._live)
         return CacheStatistics(hits, self._misses, *counts)
 
-    def _join(self, key: Hashable, flight: Future[V]) -> _Entry[V] | Future[V]:
+    def _join(self, name: tuple[int, Hashable], flight: Future[V]) -> _Entry[V] | Future[V]:
         """The entry where there is one by now, else the computation to wait for, else ``flight``: compute."""
         with self._lock:
-            entry = self._live.get(key)
+            entry = self._live.get(name[1])
             if entry is not None and entry.expires > self._clock():
                 return entry
-            other = self._flights.get(key)
+            other = self._flights.get(name)
             if other is None or other.done():  # done: its thread was interrupted twice
-                self._flights[key] = flight
+                self._flights[name] = flight
             elif not _thread.is_computing:
                 return other
             self._computations += 1

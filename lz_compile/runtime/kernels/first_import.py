@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import platform
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lz_compile.ground import events
+from lz_compile.ground import events, forks
 from lz_compile.ground.records import Record
 from lz_compile.runtime.kernels.import_trial import MOST_TOLD, ImportTrial, Outcome
 
@@ -42,17 +43,7 @@ _lock = threading.RLock()
 _running: dict[str, _Running] = {}
 _waited: dict[str, float] = {}
 _late = 0
-
-
-def _be_a_copy() -> None:
-    """In a forked process no other thread lives on that could release the lock; what is tried may try what it needs."""
-    global _lock  # noqa: PLW0603 one for the process
-    _lock = threading.RLock()
-    _running.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_be_a_copy)
+forks.renewed(sys.modules[__name__], _lock=threading.RLock, _running=dict)  # what is tried may try what it needs
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lz_compile.errors import RegistrationError, UnknownOperationError
-from lz_compile.ground import events
+from lz_compile.ground import events, forks
 from lz_compile.ground.records import Reason, Record
 from lz_compile.runtime.kernels import first_import, libraries
 from lz_compile.runtime.kernels.kernel import ADAPTERS, KernelSpec
@@ -47,6 +47,7 @@ class _State:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.found: _Table | None = None
+        self.finder: int | None = None  # the thread that is finding them
         self.plugged: _Table = {}
         self.registered: _Table = {}
         self.is_loading_plugins = False
@@ -56,6 +57,10 @@ class _State:
 
     def everything(self) -> _Table:
         return {**_found(), **self.plugged, **self.registered}
+
+    def found_by_a_copy(self) -> _Table | None:
+        """What a forked process takes over: not what another thread was still finding, which it finds by itself."""
+        return self.found if self.finder in (None, threading.get_ident()) else None
 
     def open_table(self) -> _Table:
         """Where a kernel goes that is registered now."""
@@ -68,6 +73,7 @@ class _State:
 
 
 _state = _State()
+forks.renewed(_state, lock=threading.RLock, found=_state.found_by_a_copy)
 
 
 def kernels(operation: str) -> Mapping[str, KernelSpec]:
@@ -136,10 +142,16 @@ def adapter(path: Path) -> str:
 
 def _found() -> _Table:
     if _state.found is None:
-        _state.found = {}
-        for path in descriptors():
-            _add_descriptor(_state.found, path, adapter(path))
-        _load_plugins()
+        _state.found, _state.plugged, _state.finder = {}, {}, threading.get_ident()
+        try:
+            for path in descriptors():
+                _add_descriptor(_state.found, path, adapter(path))
+            _load_plugins()
+        except BaseException:  # Ctrl-C: the rest would never be found
+            _state.found = None
+            raise
+        finally:
+            _state.finder = None
     return _state.found
 
 

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import math
 import mmap
+import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from typing import Any, cast
 import msgspec
 import torch
 
-from lz_compile.ground import events, machine
+from lz_compile.ground import events, forks, machine
 from lz_compile.ground.hardware import hardware, has_short_products
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.store import Store
@@ -49,6 +50,7 @@ _OWN = 0.8
 #: Bytes that are new memory at every call, as far as sizes tell.
 _LARGE = KEPT + (1 << 23)
 _lock = threading.Lock()
+forks.renewed(sys.modules[__name__], _lock=threading.Lock)
 _is_impersonal: ContextVar[bool] = ContextVar("lz_compile_usual_rates", default=False)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -20,7 +21,7 @@ from typing import Any, TypeVar
 import platformdirs
 
 from lz_compile.errors import ConfigError
-from lz_compile.ground import events, hooks
+from lz_compile.ground import events, forks, hooks
 from lz_compile.ground.files import path_given
 from lz_compile.runtime.policy import environment, names
 from lz_compile.runtime.policy.names import Invalid
@@ -62,6 +63,7 @@ _state: _State | None = None
 _STEP = 1 << 32  # versions of the process count in steps that leave room for the serials of threads and tasks
 _version = 0
 _mutex = threading.RLock()
+forks.renewed(sys.modules[__name__], _mutex=threading.RLock)
 
 
 def current() -> Policy:
