@@ -38,7 +38,7 @@ _SHARES = {name: BENDS[name] for name in ("sigmoid", "log1p")} | {
     "logsigmoid": applied(lambda x: -sympy.log(1 + sympy.exp(-x))),
 }
 #: What such a share is read down to: values that these are in are no masks.
-_ANCHORS = ANCHORS | {"sum", "logsumexp", *_SHARES}
+_ANCHORS = ANCHORS | {"sum", *_SHARES}
 
 #: What is made of an attention that was found.
 Made = TypeVar("Made")

@@ -94,6 +94,11 @@ class Facts:
         return cls(min(parts, MOST_PARTS + 1), symbols, numbers)
 
 
+_NORMALISING = frozenset({"softmax", "log_softmax", "logsumexp"})
+#: What makes a value worth reading rather than taking as a leaf.
+ANCHORS = contraction.PRODUCTS | _NORMALISING
+
+
 @dataclass
 class Region:
     """Expressions over one graph, its leaves by symbol, and every node that was read through with its axes.
@@ -111,7 +116,7 @@ class Region:
     interior: dict[fx.Node, Dims] = field(default_factory=dict)
     readers: dict[fx.Node, fx.Node] = field(default_factory=dict)
     expand_masks: bool = False
-    anchors: frozenset[str] = field(default_factory=lambda: ANCHORS)
+    anchors: frozenset[str] = ANCHORS
     multiplies_masks: bool = False
     selecting: set[sympy.Symbol] = field(default_factory=set)
     narrowed: set[sympy.Symbol] = field(default_factory=set)
@@ -368,11 +373,7 @@ _REDUCTIONS = frozenset({"sum", "amax", "logsumexp"})
 _REDUCING = _REDUCTIONS | frozenset("max mean var std var_mean std_mean norm linalg_norm linalg_vector_norm".split())
 #: How many nodes behind a reduction are looked at.
 _FAR = 16
-_NORMALISING = frozenset({"softmax", "log_softmax", "logsumexp"})
 _THROUGH = frozenset({"sum", "amax", "max", "cat", "getitem", "narrow", "detach"})
-
-#: What makes a value worth reading rather than taking as a leaf.
-ANCHORS = contraction.PRODUCTS | _NORMALISING
 
 
 def _is_transparent(call: Call) -> bool:
