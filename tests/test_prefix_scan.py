@@ -277,13 +277,15 @@ def test_recurrences_as_products_with_all_earlier_keys_are_named(weighs: str) ->
     torch.testing.assert_close(got, parallel(*given))
 
 
-@pytest.mark.parametrize("kind", ["normalised", "gated"])
+@pytest.mark.parametrize("kind", ["normalised", "gated", "a share beside a sink"])
 def test_what_is_weighted_by_masked_attentions_is_no_recurrence(kind: str) -> None:
-    """A norm or a gate of what an attention gives knows of the mask, too: it lies behind a product."""
+    """A norm or a gate of what an attention gives knows of the mask, too: it lies behind a product, or a sum over the keys."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
-        scores = (q @ k.mT).masked_fill(torch.ones(6, 6).triu(1) == 1, -torch.inf).softmax(-1)
-        out = (scores * q.shape[-1]) @ (v * 2)
+        masked = (q @ k.mT).masked_fill(torch.ones(6, 6).triu(1) == 1, -torch.inf)
+        out = (masked.softmax(-1) * q.shape[-1]) @ (v * 2)
+        if kind == "a share beside a sink":
+            return (out * (masked.logsumexp(-1, keepdim=True) - 1).sigmoid()) @ (weight.mT @ weight)
         scale = out.square().mean(-1, keepdim=True).rsqrt() if kind == "normalised" else out.sum(-1, True).sigmoid()
         return (q * 2) @ (out * scale).mT @ weight
 

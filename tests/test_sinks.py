@@ -122,6 +122,20 @@ def test_an_extra_score_is_read_in_whatever_form_it_takes_part(spelling: str, ki
     assert not products, "scores are computed beside the kernel"
 
 
+@pytest.mark.parametrize("spelling", [name for name in SPELLINGS if name.startswith("share")])
+def test_a_mask_that_is_added_is_understood_beside_a_share(spelling: str) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+        keep = torch.arange(7) <= torch.arange(5)[:, None] + 2
+        scores = q @ k.mT * 0.3 + torch.where(keep, 0.0, -1e30)
+        return SPELLINGS[spelling](scores, v, SINKS["head"](q, given))
+
+    backend = _compared(attention, _inputs())
+    (match,) = [each for each in backend.report.matches if each.op == "attention"]
+    assert match.rewritten, backend.why_not()
+    assert match.attributes["has_sinks"]
+    assert not match.attributes.get("has_bias"), match.attributes
+
+
 @pytest.mark.parametrize("spelling", ["denominator", "denominator, after the values"])
 def test_a_mask_that_is_added_is_read_beside_a_sink_in_the_denominator(spelling: str) -> None:
     keep = torch.ones(5, 7, dtype=torch.bool).tril(3)

@@ -21,7 +21,7 @@ from lz_compile.passes.attention import probabilities, scores
 from lz_compile.passes.attention.probabilities import Probabilities
 from lz_compile.passes.attention.scores import Scores, has_scores, is_product, is_weight, mixed_scores, path_to
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.algebra import ANCHORS, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.contraction import Contraction, Factor
 from lz_compile.passes.formula.expressions import INFINITY, tidy
@@ -37,6 +37,8 @@ SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
 _SHARES = {name: BENDS[name] for name in ("sigmoid", "log1p")} | {
     "logsigmoid": applied(lambda x: -sympy.log(1 + sympy.exp(-x))),
 }
+#: What such a share is read down to: values that these are in are no masks.
+_ANCHORS = ANCHORS | {"sum", *_SHARES}
 
 #: What is made of an attention that was found.
 Made = TypeVar("Made")
@@ -187,7 +189,9 @@ class Reader(Generic[Made]):
         for candidate in _quotients(given.effects, product):
             if not is_needed and not _is_share(given, candidate, product):
                 continue
-            self.region = Region(given.effects, expand_masks=given.expand_masks, functions=_SHARES, flag=given.flag)
+            self.region = Region(
+                given.effects, expand_masks=given.expand_masks, functions=_SHARES, flag=given.flag, anchors=_ANCHORS
+            )
             dims = fresh(shape_of(known_tensor(candidate)))
             self.region.express(candidate, dims)
             outer = next(

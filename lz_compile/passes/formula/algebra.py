@@ -94,12 +94,17 @@ class Facts:
         return cls(min(parts, MOST_PARTS + 1), symbols, numbers)
 
 
+_NORMALISING = frozenset({"softmax", "log_softmax", "logsumexp"})
+#: What makes a value worth reading rather than taking as a leaf.
+ANCHORS = contraction.PRODUCTS | _NORMALISING
+
+
 @dataclass
 class Region:
     """Expressions over one graph, its leaves by symbol, and every node that was read through with its axes.
 
     ``readers`` holds the first node that reads each value. ``expand_masks`` reads values that hold no contraction, too,
-    which are leaves otherwise. ``multiplies_masks`` is
+    which are leaves otherwise, unless one of the ``anchors`` is in them. ``multiplies_masks`` is
     set where a mask is applied as a factor, so that an infinite value behind it would be NaN. ``selecting`` has the masks by
     which products are selected, so that what is dropped does not matter even where it is NaN, ``narrowed`` holds the leaves
     of what was cast to a dtype of smaller range. ``stops`` are leaves whatever they are, ``functions`` read further calls.
@@ -111,6 +116,7 @@ class Region:
     interior: dict[fx.Node, Dims] = field(default_factory=dict)
     readers: dict[fx.Node, fx.Node] = field(default_factory=dict)
     expand_masks: bool = False
+    anchors: frozenset[str] = ANCHORS
     multiplies_masks: bool = False
     selecting: set[sympy.Symbol] = field(default_factory=set)
     narrowed: set[sympy.Symbol] = field(default_factory=set)
@@ -153,7 +159,9 @@ class Region:
             return number(constant)
         if call.is_inplace and self.effects.calls[self.effects.owner(node)] is None:
             return self.leaf(node, dims)  # it writes into an input of the graph
-        if not self.reaches(node, ANCHORS) and (self.effects.stops_gradient(node, reader) or not self._is_read(node)):
+        if not self.reaches(node, self.anchors) and (
+            self.effects.stops_gradient(node, reader) or not self._is_read(node)
+        ):
             return self.leaf(node, dims)
         key = node, resolve(dims)
         if key not in self._known:  # what is read twice by each step would be read 2 ** steps times
@@ -365,11 +373,7 @@ _REDUCTIONS = frozenset({"sum", "amax", "logsumexp"})
 _REDUCING = _REDUCTIONS | frozenset("max mean var std var_mean std_mean norm linalg_norm linalg_vector_norm".split())
 #: How many nodes behind a reduction are looked at.
 _FAR = 16
-_NORMALISING = frozenset({"softmax", "log_softmax", "logsumexp"})
 _THROUGH = frozenset({"sum", "amax", "max", "cat", "getitem", "narrow", "detach"})
-
-#: What makes a value worth reading rather than taking as a leaf.
-ANCHORS = contraction.PRODUCTS | _NORMALISING
 
 
 def _is_transparent(call: Call) -> bool:

@@ -10,6 +10,7 @@ from torch import fx
 from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula import contraction, layout
+from lz_compile.passes.formula.algebra import ANCHORS
 from lz_compile.passes.formula.axes import Axis
 from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.pointwise import is_pointwise
@@ -90,10 +91,10 @@ def _is_masked_product(node: fx.Node, effects: Effects) -> bool:
 
 
 def _has_diagonal(node: fx.Node, effects: Effects) -> bool:
-    """Whether a mask is made of what lies above or below a diagonal; what was masked before a product is another matter."""
+    """Whether a mask is made of what lies above or below a diagonal; not before a product or a softmax."""
 
     def above(each: fx.Node) -> list[fx.Node]:
-        return [] if effects.name(each) in contraction.PRODUCTS else each.all_input_nodes
+        return [] if effects.name(each) in ANCHORS else each.all_input_nodes
 
     return any(effects.name(each) in _MASKS or _is_one_sided(each, effects) for each in reached([node], above, 40))
 
