@@ -43,6 +43,11 @@ SPELLINGS: dict[str, Spelling] = {
     "denominator, shifted by the largest of all, after the values": lambda s, v, t: (
         (e := (s - (top := torch.maximum(s.amax(-1, True), t))).exp()) @ v / (e.sum(-1, True) + (t - top).exp())
     ),
+    "denominator, shifted by a clamped maximum": lambda s, v, t: _shifted(s, v, t, s.amax(-1, True).clamp(min=t)),
+    "denominator, shifted by a maximum of its own least": lambda s, v, t: _shifted(
+        s, v, t, torch.clamp_min(s.amax(-1, True), t)
+    ),
+    "denominator, shifted by fmax": lambda s, v, t: _shifted(s, v, t, torch.fmax(s.amax(-1, True), t)),
     "column, shifted by the largest": lambda s, v, t: (
         ((c := _beside(s, t)) - c.amax(-1, True).detach()).softmax(-1)[..., :-1] @ v
     ),
@@ -156,6 +161,14 @@ LOOKALIKES: dict[str, tuple[Spelling, str]] = {
     ),
     "shifted by a number": (
         lambda s, v, t: _shifted(s, v, t, torch.maximum(s.amax(-1, True), torch.full((), 200.0, dtype=s.dtype))),
+        "INTERIOR_USED",
+    ),
+    "shifted by a maximum that is held below another score": (
+        lambda s, v, t: _shifted(s, v, t, s.amax(-1, True).clamp(min=t, max=t + 1)),
+        "INTERIOR_USED",
+    ),
+    "shifted by the smaller of both": (
+        lambda s, v, t: _shifted(s, v, t, torch.fmin(s.amax(-1, True), t)),
         "INTERIOR_USED",
     ),
     "shifted by another score": (

@@ -150,6 +150,8 @@ class _Beside:
 
 #: Calls behind which a row's maximum is one still.
 _SAME_ROW = frozenset({"detach", "getitem", "getattr", "unsqueeze", "contiguous", "clone", "relu"})
+#: Calls that give the larger of two tensors.
+_LARGER = frozenset({"maximum", "max", "fmax", "clamp", "clamp_min"})
 
 
 def _is_maximum(region: Region, node: fx.Node, dims: Dims, beside: _Beside) -> bool:
@@ -157,7 +159,7 @@ def _is_maximum(region: Region, node: fx.Node, dims: Dims, beside: _Beside) -> b
     call = region.effects.calls.get(node)
     while call is not None and (call.name in _SAME_ROW or _is_bounded(call)):
         call = region.effects.calls.get(call.input)
-    sides = [] if call is None or call.name not in ("maximum", "max") else tensor_operands(call.node)
+    sides = tensor_operands(call.node) if call and call.name in _LARGER and call.get("max") is None else []
     if len(sides) > 1:
         return any(beside.has(region, x, dims) for x in sides) and any(
             _is_maximum(region, x, dims, beside) for x in sides
