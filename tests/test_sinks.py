@@ -56,6 +56,12 @@ SPELLINGS: dict[str, Spelling] = {
     ),
     "the same, no keepdim": lambda s, v, t: _shifted(s, v, t, _beside(s, t).amax(-1)[..., None]),
     "sum of logarithms over the column, too": lambda s, v, t: (s - _beside(s, t).logsumexp(-1, True)).exp() @ v,
+    "sum of shifted logarithms": lambda s, v, t: (
+        ((s - (top := (c := _beside(s, t)).amax(-1, True))) - (c - top).logsumexp(-1, True)).exp() @ v
+    ),
+    "sum of logarithms shifted by the scores' largest": lambda s, v, t: (
+        (s - (top := s.amax(-1, True)) - (_beside(s, t) - top).logsumexp(-1, True)).exp() @ v
+    ),
     "the same after the values": lambda s, v, t: (s.exp() @ v) / _beside(s, t).logsumexp(-1, True).exp(),
     "share": lambda s, v, t: (s.softmax(-1) @ v) * (s.logsumexp(-1, True) - t).sigmoid(),
     "share, no keepdim": lambda s, v, t: (s.softmax(-1) @ v) * (s.logsumexp(-1) - t[..., 0]).sigmoid()[..., None],
@@ -145,6 +151,16 @@ def test_a_mask_that_is_added_is_read_beside_a_sink_in_the_denominator(spelling:
 LOOKALIKES: dict[str, tuple[Spelling, str]] = {
     "sum of other scores": (
         lambda s, v, t: (s - _beside(s * 0.9, t).logsumexp(-1, True)).exp() @ v,
+        "DENOMINATOR_OF_ANOTHER_SUM",
+    ),
+    "sum of logarithms shifted otherwise": (
+        lambda s, v, t: (s - (_beside(s, t) - s.amax(-1, True)).logsumexp(-1, True)).exp() @ v,
+        "DENOMINATOR_OF_ANOTHER_SUM",
+    ),
+    "sum of logarithms shifted twice as far": (
+        lambda s, v, t: (
+            (s - (m := s.amax(-1, True)) - torch.sub(_beside(s, t), m, alpha=2).logsumexp(-1, True)).exp() @ v
+        ),
         "DENOMINATOR_OF_ANOTHER_SUM",
     ),
     "two columns": (

@@ -276,7 +276,6 @@ def _with_exponentials(region: Region, added: sympy.Expr) -> sympy.Expr:
     return added.xreplace(found)
 
 
-_SEVERAL = 2
 #: A sum of exponentials, which is positive.
 _WHOLE = sympy.Symbol("whole", positive=True)
 
@@ -299,7 +298,7 @@ def _sums(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> lis
     found = [
         each for each, name in names.items() if name in ("sum", "logsumexp") and not own & region.leaves[each].axes
     ]
-    if len(found) < _SEVERAL:
+    if len(found) <= 1:
         return found
     nodes = {each: region.leaves[each].node for each in found}
     summed = {each: node.all_input_nodes for each, node in nodes.items()}
@@ -312,7 +311,7 @@ def _sums(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> lis
 
 def _summand(
     region: Region, total: sympy.Symbol, dims: Dims, keys: tuple[Axis, ...]
-) -> tuple[sympy.Expr, sympy.Symbol | None]:
+) -> tuple[sympy.Expr, sympy.Expr | None]:
     """The expression under a sum (or under the sum of a logsumexp), over the same keys, and a sink that is summed, too."""
     leaf = region.leaves[total]
     call = region.effects.calls[leaf.node]

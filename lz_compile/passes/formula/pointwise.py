@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 
 #: Constants up to this are no bound on scores, nor are those up to the least number of their dtype.
 _BOTTOM = -1e30
-
-
 #: How far from a half an exponent may be that numbers of 53 bits make.
 _ROUNDING = 1e-13
 
@@ -93,8 +91,7 @@ def _exponential(exponent: sympy.Expr) -> sympy.Expr:
 def _pow(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     base, exponent = (region.operand(call, name, dims) for name in ("input", "exponent"))
     if not base.is_number or exponent.is_number or not is_floating(call.node):
-        power: sympy.Expr = base**exponent
-        return power
+        return sympy.Pow(base, exponent)
     return _exponential(exponent * math.log(base)) if base.is_positive else None
 
 
@@ -357,13 +354,11 @@ BENDS: Mapping[str, Rule] = {
     **dict.fromkeys(("gt", "ge"), applied(ABOVE, "input", "other")),
     **dict.fromkeys(("lt", "le"), applied(ABOVE, "other", "input")),
 }
-#: Those of every region that bend as well.
-_OWN_BENDS = frozenset({"tanh"})
 
 
 def bends(call: Call) -> bool:
     """Whether a call is no polynomial of its operands."""
-    return call.name in BENDS or call.name in _OWN_BENDS or is_exponential(call)
+    return call.name in BENDS or call.name == "tanh" or is_exponential(call)
 
 
 def is_read(call: Call) -> bool:
