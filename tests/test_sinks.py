@@ -43,6 +43,11 @@ SPELLINGS: dict[str, Spelling] = {
     "denominator, shifted by the largest of all, after the values": lambda s, v, t: (
         (e := (s - (top := torch.maximum(s.amax(-1, True), t))).exp()) @ v / (e.sum(-1, True) + (t - top).exp())
     ),
+    "denominator, shifted by a clamped maximum": lambda s, v, t: _shifted(s, v, t, s.amax(-1, True).clamp(min=t)),
+    "denominator, shifted by a maximum of its own least": lambda s, v, t: _shifted(
+        s, v, t, torch.clamp_min(s.amax(-1, True), t)
+    ),
+    "denominator, shifted by fmax": lambda s, v, t: _shifted(s, v, t, torch.fmax(s.amax(-1, True), t)),
     "column, shifted by the largest": lambda s, v, t: (
         ((c := _beside(s, t)) - c.amax(-1, True).detach()).softmax(-1)[..., :-1] @ v
     ),
@@ -51,6 +56,12 @@ SPELLINGS: dict[str, Spelling] = {
     ),
     "the same, no keepdim": lambda s, v, t: _shifted(s, v, t, _beside(s, t).amax(-1)[..., None]),
     "sum of logarithms over the column, too": lambda s, v, t: (s - _beside(s, t).logsumexp(-1, True)).exp() @ v,
+    "sum of shifted logarithms": lambda s, v, t: (
+        ((s - (top := (c := _beside(s, t)).amax(-1, True))) - (c - top).logsumexp(-1, True)).exp() @ v
+    ),
+    "sum of logarithms shifted by the scores' largest": lambda s, v, t: (
+        (s - (top := s.amax(-1, True)) - (_beside(s, t) - top).logsumexp(-1, True)).exp() @ v
+    ),
     "the same after the values": lambda s, v, t: (s.exp() @ v) / _beside(s, t).logsumexp(-1, True).exp(),
     "share": lambda s, v, t: (s.softmax(-1) @ v) * (s.logsumexp(-1, True) - t).sigmoid(),
     "share, no keepdim": lambda s, v, t: (s.softmax(-1) @ v) * (s.logsumexp(-1) - t[..., 0]).sigmoid()[..., None],
@@ -156,6 +167,16 @@ LOOKALIKES: dict[str, tuple[Spelling, str]] = {
         lambda s, v, t: (s - _beside(s * 0.9, t).logsumexp(-1, True)).exp() @ v,
         "DENOMINATOR_OF_ANOTHER_SUM",
     ),
+    "sum of logarithms shifted otherwise": (
+        lambda s, v, t: (s - (_beside(s, t) - s.amax(-1, True)).logsumexp(-1, True)).exp() @ v,
+        "DENOMINATOR_OF_ANOTHER_SUM",
+    ),
+    "sum of logarithms shifted twice as far": (
+        lambda s, v, t: (
+            (s - (m := s.amax(-1, True)) - torch.sub(_beside(s, t), m, alpha=2).logsumexp(-1, True)).exp() @ v
+        ),
+        "DENOMINATOR_OF_ANOTHER_SUM",
+    ),
     "two columns": (
         lambda s, v, t: (s - torch.cat([s, t, t + 1], -1).logsumexp(-1, True)).exp() @ v,
         "SINK_NOT_UNDERSTOOD",
@@ -170,6 +191,14 @@ LOOKALIKES: dict[str, tuple[Spelling, str]] = {
     ),
     "shifted by a number": (
         lambda s, v, t: _shifted(s, v, t, torch.maximum(s.amax(-1, True), torch.full((), 200.0, dtype=s.dtype))),
+        "INTERIOR_USED",
+    ),
+    "shifted by a maximum that is held below another score": (
+        lambda s, v, t: _shifted(s, v, t, s.amax(-1, True).clamp(min=t, max=t + 1)),
+        "INTERIOR_USED",
+    ),
+    "shifted by the smaller of both": (
+        lambda s, v, t: _shifted(s, v, t, torch.fmin(s.amax(-1, True), t)),
         "INTERIOR_USED",
     ),
     "shifted by another score": (

@@ -23,6 +23,7 @@ from lz_compile.passes.attention.sdpa_call import match_sdpa_call
 from lz_compile.passes.attention.windows import windowed
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.pointwise import is_exponential
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, reshaped, told
 from lz_compile.passes.graph.view import Call, reached, tensor_of
@@ -147,4 +148,5 @@ def _softmaxes_behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
     def above(each: fx.Node) -> list[fx.Node]:
         return [] if effects.name(each) in contraction.PRODUCTS else each.all_input_nodes
 
-    return {each for each in reached(node.all_input_nodes, above, 64) if effects.name(each) in SOFTMAX}
+    behind = reached(node.all_input_nodes, above, 64)
+    return {each for each in behind if effects.name(each) in SOFTMAX or is_exponential(effects.calls.get(each))}

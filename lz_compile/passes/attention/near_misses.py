@@ -22,7 +22,7 @@ from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.contraction import is_distance
-from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.formula.pointwise import is_exponential, is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import (
     OUT_OF_PLACE,
@@ -36,7 +36,6 @@ from lz_compile.passes.graph.refusal import (
 from lz_compile.passes.graph.view import EMITTED, Call, is_floating, known_tensor, reached, tensor_of
 
 _NORMALISED = frozenset({"softmax", "log_softmax"})
-_EXPONENTIALS = frozenset({"exp", "exp2"})
 _SUMS = frozenset({"sum", "logsumexp"})
 #: What picks from probabilities, or measures them, instead of weighing values by them.
 _PICKS = frozenset(
@@ -97,7 +96,7 @@ def _normalises(effects: Effects, call: Call) -> bool:
     if call.name in _NORMALISED:
         return True
     users = [effects.calls.get(user) for user in call.node.users]
-    return call.name in _EXPONENTIALS and any(user is not None and user.name in _SUMS for user in users)
+    return is_exponential(call) and any(user is not None and user.name in _SUMS for user in users)
 
 
 def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple[Reason, str] | None:
@@ -227,7 +226,7 @@ def _is_from_outside(region: Region, call: Call, product: fx.Node) -> bool:
     outer = None if last is None or tensor is None else contraction.read(region, last, fresh(shape_of(tensor)))
     if outer is None or any(is_weight(factor.node) for factor in (outer.left, outer.right)):
         return False
-    is_left = region.reaches(outer.left.node, _NORMALISED | _EXPONENTIALS, outer.call.node)
+    is_left = region.reaches(outer.left.node, _NORMALISED | {"exp"}, outer.call.node)
     weights, values = (outer.left, outer.right) if is_left else (outer.right, outer.left)
     sources = _made_of(region.effects, call.input)
     return (

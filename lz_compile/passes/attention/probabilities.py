@@ -19,6 +19,7 @@ from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
 from lz_compile.passes.formula.expressions import DROPOUT, NAN_TO_NUM, is_indicator, reduce_indicators, tidy
+from lz_compile.passes.formula.pointwise import POINTWISE, is_exponential
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import Call
 
@@ -269,14 +270,12 @@ def _with_exponentials(region: Region, added: sympy.Expr) -> sympy.Expr:
     found = {}
     for symbol, leaf in region.leaves_in(added).items():
         call = region.effects.calls.get(leaf.node)
-        if call is not None and call.name == "exp" and not call.is_inplace:
-            found[symbol] = sympy.exp(region.express(call.input, leaf.dims, leaf.node))
+        if call is not None and is_exponential(call) and not call.is_inplace:
+            found[symbol] = POINTWISE[call.name](region, call, leaf.dims) or symbol
             region.interior.setdefault(leaf.node, leaf.dims)
     return added.xreplace(found)
 
 
-_SEVERAL = 2
-_EXPONENTIALS = frozenset({"exp", "exp2"})
 #: A sum of exponentials, which is positive.
 _WHOLE = sympy.Symbol("whole", positive=True)
 
@@ -299,20 +298,20 @@ def _sums(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> lis
     found = [
         each for each, name in names.items() if name in ("sum", "logsumexp") and not own & region.leaves[each].axes
     ]
-    if len(found) < _SEVERAL:
+    if len(found) <= 1:
         return found
     nodes = {each: region.leaves[each].node for each in found}
     summed = {each: node.all_input_nodes for each, node in nodes.items()}
     return [
         each
         for each in found
-        if names[each] == "logsumexp" or any(region.reaches(x, _EXPONENTIALS, nodes[each]) for x in summed[each])
+        if names[each] == "logsumexp" or any(region.reaches(x, frozenset({"exp"}), nodes[each]) for x in summed[each])
     ]
 
 
 def _summand(
     region: Region, total: sympy.Symbol, dims: Dims, keys: tuple[Axis, ...]
-) -> tuple[sympy.Expr, sympy.Symbol | None]:
+) -> tuple[sympy.Expr, sympy.Expr | None]:
     """The expression under a sum (or under the sum of a logsumexp), over the same keys, and a sink that is summed, too."""
     leaf = region.leaves[total]
     call = region.effects.calls[leaf.node]

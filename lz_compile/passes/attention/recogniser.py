@@ -32,7 +32,7 @@ from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of
 
 OP = "attention"
 SCORES = contraction.PRODUCTS - {"linear", "addmm"}
-SOFTMAX = frozenset({"softmax", "log_softmax", "exp", "exp2"})
+SOFTMAX = frozenset({"softmax", "log_softmax", "exp"})
 #: Calls that a share beside a sink may be computed with.
 _SHARES = {name: BENDS[name] for name in ("sigmoid", "log1p")} | {
     "logsigmoid": applied(lambda x: -sympy.log(1 + sympy.exp(-x))),

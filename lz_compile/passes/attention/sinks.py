@@ -84,16 +84,24 @@ def beside_column(region: Region, leaf: Leaf, whole: Call) -> tuple[sympy.Expr, 
     return _parted(region, call, leaf.dims, place)
 
 
-def beside_sum(region: Region, total: Call, dims: Dims) -> tuple[sympy.Expr, sympy.Symbol] | None:
+def beside_sum(region: Region, total: Call, dims: Dims) -> tuple[sympy.Expr, sympy.Expr] | None:
     """Scores, with ``dims``, and sink of a logsumexp of both; None where it is of scores alone."""
-    call = joined(region.effects, total) if total.name == "logsumexp" and total.input in region.effects.calls else None
-    if call is None or call.node is not total.input:  # what is taken off is missing in the result
+    call, shift = region.effects.calls.get(total.input), None
+    if call is not None and call.name == "sub" and call.get("alpha", 1) == 1:
+        shift, call = call.get("other"), region.effects.calls.get(call.input)
+    if total.name != "logsumexp" or call is None or call.name != "cat":
         return None
     dim, parts = total.get("dim"), call.get("tensors")
     places = [i for i, part in enumerate(parts) if shape_of(known_tensor(part))[-1] == 1]
     if dim not in (-1, [-1], (-1,), len(dims) - 1, [len(dims) - 1], (len(dims) - 1,)) or not places:
         return None
-    return _parted(region, call, dims, places[-1])
+    scores, column = _parted(region, call, dims, places[-1])
+    if shift is None:
+        return scores, column
+    if tensor_of(shift) is None or shape_of(known_tensor(shift)) != shape_of(known_tensor(parts[places[-1]])):
+        return None  # no number of each row is taken off
+    less = region.express(shift, (*dims[:-1], ()), total.input)
+    return scores - less, column - less
 
 
 def _parted(region: Region, call: Call, dims: Dims, place: int) -> tuple[sympy.Expr, sympy.Symbol]:
@@ -150,6 +158,8 @@ class _Beside:
 
 #: Calls behind which a row's maximum is one still.
 _SAME_ROW = frozenset({"detach", "getitem", "getattr", "unsqueeze", "contiguous", "clone", "relu"})
+#: Calls that give the larger of two tensors.
+_LARGER = frozenset({"maximum", "max", "fmax", "clamp", "clamp_min"})
 
 
 def _is_maximum(region: Region, node: fx.Node, dims: Dims, beside: _Beside) -> bool:
@@ -157,7 +167,7 @@ def _is_maximum(region: Region, node: fx.Node, dims: Dims, beside: _Beside) -> b
     call = region.effects.calls.get(node)
     while call is not None and (call.name in _SAME_ROW or _is_bounded(call)):
         call = region.effects.calls.get(call.input)
-    sides = [] if call is None or call.name not in ("maximum", "max") else tensor_operands(call.node)
+    sides = tensor_operands(call.node) if call and call.name in _LARGER and call.get("max") is None else []
     if len(sides) > 1:
         return any(beside.has(region, x, dims) for x in sides) and any(
             _is_maximum(region, x, dims, beside) for x in sides
@@ -174,10 +184,8 @@ def _is_maximum(region: Region, node: fx.Node, dims: Dims, beside: _Beside) -> b
 
 def _shown(region: Region, node: fx.Node) -> fx.Node:
     """What a node shows in another layout."""
-    call = region.effects.calls.get(node)
-    while call is not None and layout.rearranges(call):
+    while (call := region.effects.calls.get(node)) is not None and layout.rearranges(call):
         node = call.input
-        call = region.effects.calls.get(node)
     return node
 
 

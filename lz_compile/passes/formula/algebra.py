@@ -36,7 +36,7 @@ from lz_compile.passes.formula.expressions import (
     reduce_indicators,
     specialised,
 )
-from lz_compile.passes.formula.pointwise import POINTWISE, Rule
+from lz_compile.passes.formula.pointwise import POINTWISE, Rule, is_exponential
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError
 from lz_compile.passes.graph.view import Call, reached, tensor_of
@@ -219,6 +219,8 @@ class Region:
         if call is None or tensor_of(node) is None:
             return False
         if call.name in goal or ("matmul" in goal and self._is_contracted(call)):
+            return True
+        if "exp" in goal and is_exponential(call):
             return True
         if call.name not in POINTWISE and call.name not in _THROUGH and not _is_transparent(call):
             return False

@@ -29,14 +29,15 @@ from lz_compile.passes.formula.expressions import (
     rounded,
     specialised,
 )
-from lz_compile.passes.graph.view import Call, is_boolean, is_floating, tensor_of
+from lz_compile.passes.graph.view import Call, is_boolean, is_floating, read, tensor_of
 
 if TYPE_CHECKING:
     from lz_compile.passes.formula.algebra import Region
 
 #: Constants up to this are no bound on scores, nor are those up to the least number of their dtype.
 _BOTTOM = -1e30
-
+#: How far from a half an exponent may be that numbers of 53 bits make.
+_ROUNDING = 1e-13
 
 #: What a call computes, given the region that reads its operands; None where it has no reading.
 Rule: TypeAlias = "Callable[[Region, Call, Dims], sympy.Expr | None]"
@@ -76,6 +77,31 @@ def _div(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     if call.get("rounding_mode") is not None or not is_floating(call.node):
         return None
     return region.operand(call, "input", dims) / region.operand(call, "other", dims)
+
+
+def _exponential(exponent: sympy.Expr) -> sympy.Expr:
+    """``exp`` of it: multiples of logarithms are powers, of halves where floating-point arithmetic left nearly one."""
+    if exponent.has(sympy.log):
+        pairs = [term.as_coeff_Mul() for term in sympy.Add.make_args(sympy.expand_mul(exponent))]
+        near = [(sympy.Rational(round(2 * x), 2), x, rest) for x, rest in pairs]
+        exponent = sympy.Add(*((half if abs(half - x) < _ROUNDING else x) * rest for half, x, rest in near))
+    return sympy.exp(exponent)
+
+
+def _pow(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
+    base, exponent = (region.operand(call, name, dims) for name in ("input", "exponent"))
+    if not base.is_number or exponent.is_number or not is_floating(call.node):
+        return sympy.Pow(base, exponent)
+    return _exponential(exponent * math.log(base)) if base.is_positive else None
+
+
+def is_exponential(call: Call | None) -> bool:
+    """Whether a call raises a positive number to the power of a tensor: ``exp``, ``exp2``, ``c ** x``."""
+    if call is None or call.name != "pow":
+        return call is not None and call.name in ("exp", "exp2")
+    source = read(call.input) if isinstance(call.input, fx.Node) else None
+    base = plain_number(call.input) if source is None else constant_value(source)
+    return base is not None and 0 < base < math.inf and is_floating(call.node)
 
 
 def _choice(*names: str) -> Rule:
@@ -144,13 +170,15 @@ POINTWISE: Mapping[str, Rule] = {
     **{name: _computed(name) for name in ARITHMETIC},
     "mul": _mul,
     "div": _div,
-    "pow": applied(lambda a, b: a**b, "input", "exponent"),
+    "pow": _pow,
     "sqrt": applied(sympy.sqrt),
     "rsqrt": applied(lambda a: a ** sympy.Rational(-1, 2)),
     "reciprocal": applied(lambda a: 1 / a),
-    "exp": applied(sympy.exp),
-    "exp2": applied(lambda a: sympy.exp(a * math.log(2.0))),
+    "exp": applied(_exponential),
+    "exp2": applied(lambda a: _exponential(a * math.log(2.0))),
     "log": applied(sympy.log),
+    "log2": applied(lambda a: sympy.log(a) / math.log(2.0)),
+    "log10": applied(lambda a: sympy.log(a) / math.log(10.0)),
     "logaddexp": applied(lambda x, y: sympy.log(sympy.exp(x) + sympy.exp(y)), "input", "other"),
     "tanh": applied(sympy.tanh),
     "where": _choice("condition", "input", "other"),
@@ -326,13 +354,11 @@ BENDS: Mapping[str, Rule] = {
     **dict.fromkeys(("gt", "ge"), applied(ABOVE, "input", "other")),
     **dict.fromkeys(("lt", "le"), applied(ABOVE, "other", "input")),
 }
-#: Those of every region that bend as well.
-_OWN_BENDS = frozenset({"tanh", "exp", "exp2"})
 
 
 def bends(call: Call) -> bool:
     """Whether a call is no polynomial of its operands."""
-    return call.name in BENDS or call.name in _OWN_BENDS
+    return call.name in BENDS or call.name == "tanh" or is_exponential(call)
 
 
 def is_read(call: Call) -> bool:

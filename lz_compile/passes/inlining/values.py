@@ -21,6 +21,7 @@ from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.layout import single_cut
 from lz_compile.passes.formula.moves import order_in_memory
+from lz_compile.passes.formula.pointwise import is_exponential
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter
 from lz_compile.passes.graph.gradients import is_made_attached
@@ -39,7 +40,7 @@ from lz_compile.passes.sampling.ordering import ORDERING
 _READ_IN_PLACE = ACTIVATIONS | {"add", "dropout", "batch_norm"}
 _CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 #: Calls that a softmax is made of: what graphs with none overwrite piece by piece is no score.
-_EXPONENTIAL = frozenset({"softmax", "log_softmax", "exp", "exp2"})
+_EXPONENTIAL = frozenset({"softmax", "log_softmax", "exp"})
 #: Calls that begin, or end, what is recognised besides: norms, rotations, draws.
 _READ = frozenset("rsqrt sqrt var var_mean std norm linalg_vector_norm neg view_as_complex cosine_similarity".split())
 
@@ -50,7 +51,7 @@ def with_values(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     Graphs that nobody would read otherwise are left as they are.
     """
     calls = [call for node in graph.nodes if (call := read(node)) is not None]
-    names = {call.name for call in calls}
+    names = {"exp" if is_exponential(call) else call.name for call in calls}
     written = {call.name for call in calls if call.is_inplace or call.name == "setitem" or "out" in call.arguments}
     is_scored = not names.isdisjoint(_EXPONENTIAL)
     if not written or (

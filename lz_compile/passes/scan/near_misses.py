@@ -13,14 +13,13 @@ from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import ANCHORS
 from lz_compile.passes.formula.axes import Axis
 from lz_compile.passes.formula.expressions import is_cast
-from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.formula.pointwise import is_exponential, is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, where_of
 from lz_compile.passes.graph.view import Call, reached, tensor_of
 from lz_compile.passes.masks.meaning import Axes, Meaning
 from lz_compile.passes.masks.reading import Masks
 
-_EXPONENTIALS = frozenset({"exp", "exp2"})
 _SOLVERS = frozenset({"solve_triangular", "inverse", "solve"})
 _THROUGH = frozenset(
     {"cumsum", "getitem", "slice", "pad", "cat", "stack", "masked_fill", "where", "tril", "triu", "select"}
@@ -37,9 +36,10 @@ def chunked_forms(graph: fx.Graph, effects: Effects, known: Collection[fx.Node])
         if call is None or call.name != "cumsum" or tensor is None or not tensor.is_floating_point():
             continue
         follows = _followed(node, effects)
-        names = {call.name for call in map(effects.calls.__getitem__, follows) if call is not None}
+        calls = [call for call in map(effects.calls.__getitem__, follows) if call is not None]
+        names = {call.name for call in calls}
         is_product = bool(names & contraction.PRODUCTS or names & _SOLVERS)
-        if names & _EXPONENTIALS and is_product and follows.isdisjoint(known):
+        if is_product and any(map(is_exponential, calls)) and follows.isdisjoint(known):
             if seen.isdisjoint(follows):
                 text = "it is computed in chunks already, with decays as exponentials of cumulative sums"
                 edit = "write the recurrence as a loop over tokens to have it run by a kernel"
@@ -119,7 +119,7 @@ def _followed(node: fx.Node, effects: Effects) -> set[fx.Node]:
         return (call.node for call in calls if call and (call.name in names or is_pointwise(call) or _is_moved(call)))
 
     before = [*reached([node], lambda each: users(each, _THROUGH), _REACH)]
-    decays = [each for each in before if effects.name(each) in _EXPONENTIALS]
+    decays = [each for each in before if is_exponential(effects.calls[each])]
     return {*before, *reached(decays, lambda each: users(each, _THROUGH | contraction.PRODUCTS | _SOLVERS), _REACH)}
 
 
