@@ -234,6 +234,22 @@ def test_ordinary_networks_hold_no_blends() -> None:
                 assert list(matches(module.graph, effects_of(module))) == [], function.__name__
 
 
+def test_an_activation_by_cases_is_no_blend() -> None:
+    def xielu(x: Tensor, up: Tensor, down: Tensor, scale: Tensor, least: Tensor) -> Tensor:
+        low = (torch.expm1(torch.min(x, least)) - x) * (scale + torch.exp(down)) + scale * x
+        return torch.where(x > 0, up * x * x + scale * x, low)
+
+    def swish(x: Tensor, up: Tensor, down: Tensor, _scale: Tensor, _least: Tensor) -> Tensor:
+        gate = torch.sigmoid(up * x)
+        return gate * x + (1 - gate) * torch.tanh(down * x)
+
+    for function in (xielu, swish):
+        trained = [torch.tensor(0.3, requires_grad=True) for _ in range(2)]
+        numbers = torch.tensor(0.5), torch.tensor(-1e-6)
+        module = capture(function, torch.randn(4, 8, requires_grad=True), *trained, *numbers)
+        assert list(matches(module.graph, effects_of(module))) == [], function.__name__
+
+
 def _only_miss(function: Callable[..., Any], *inputs: Any) -> Any:
     module = capture(function, *inputs)
     (miss,) = (found for found in matches(module.graph, effects_of(module)) if isinstance(found, NearMiss))

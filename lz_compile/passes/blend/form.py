@@ -19,16 +19,21 @@ from lz_compile.passes.formula.axes import fresh
 from lz_compile.passes.formula.expressions import constant_value, is_constant, specialised
 from lz_compile.passes.formula.indices import Indices
 from lz_compile.passes.formula.layout import SPLITS
-from lz_compile.passes.formula.pointwise import is_moved, is_read
+from lz_compile.passes.formula.pointwise import is_moved, is_pointwise, is_read
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
-from lz_compile.passes.graph.view import EMITTED, Call, known_tensor, tensor_of, value_of
+from lz_compile.passes.graph.view import EMITTED, Call, known_tensor, reached, tensor_of, tensor_operands, value_of
+from lz_compile.passes.graph.writes import ELEMENTWISE
 
 #: Calls that pick or repeat parts of what is given, beside pointwise and layout operations.
 _PICKS = frozenset({"select", "index_select", "narrow", "chunk", "split", "unbind", "gather", "stack", "cat", "detach"})
 
 #: ``x.detach()``, and ``x.data`` as Dynamo writes it.
 _DETACHING = frozenset({"detach", "_get_data_attr"})
+#: Of two tensors, element by element; of one they are something else.
+_OF_TWO = frozenset({"min", "max", "minimum", "maximum", "fmin", "fmax"})
+#: Calls behind a value that are looked at.
+_REACH = 64
 
 
 @dataclass(frozen=True)
@@ -185,6 +190,8 @@ class Forms:
 
     def _is_meant(self, form: Form) -> bool:
         """Whether it is a blend and no other sum: a host that was detached, or weights that nothing was trained to give."""
+        if not form.is_isolated and self._are_of_one(form.seed, form.host, *form.factors):
+            return False
         records = known_tensor(form.seed).requires_grad
         if form.is_isolated and (records or not form.is_residual) and self.is_detached(form.host):
             return True
@@ -200,6 +207,23 @@ class Forms:
         if any(_is_row(factor, size) for factor in form.factors):  # the product of two tensors
             return False
         return form.is_isolated or all(_is_number_like(each) for each in form.factors)
+
+    def _are_of_one(self, *nodes: fx.Node) -> bool:
+        """Whether all are functions of the elements of one tensor, as an activation by cases is, and of numbers."""
+
+        def behind(node: fx.Node) -> list[fx.Node]:
+            call = self.effects.calls.get(node)
+            is_of_elements = call is not None and (is_pointwise(call) or is_moved(call) or call.name in ELEMENTWISE)
+            is_of_two = call is not None and call.name in _OF_TWO and len(tensor_operands(node)) > 1
+            return node.all_input_nodes if is_of_elements or is_of_two else []
+
+        def sources(node: fx.Node) -> set[fx.Node]:
+            seen = list(reached([node], behind, _REACH))
+            found = {self.sums.first(each) for each in seen if not behind(each) and _size(each) != 1}
+            return found if len(seen) < _REACH else {node}
+
+        first, host, *weights = map(sources, nodes)
+        return len(first) == 1 and host == first and all(each <= first for each in weights)
 
     def is_detached(self, node: fx.Node) -> bool:
         """Whether a value was cut off from its gradient: by ``detach``, or as ``data``."""
@@ -239,6 +263,11 @@ def _spreads(node: fx.Node, shape: Sequence[Size], size: object) -> bool:
     own = shape_of(tensor)
     pairs = zip(reversed(own), reversed(shape), strict=False)
     return len(own) <= len(shape) and all(one in (1, other) for one, other in pairs)
+
+
+def _size(node: fx.Node) -> Size:
+    tensor = tensor_of(node)
+    return 1 if tensor is None else product(shape_of(tensor))
 
 
 def _is_row(node: fx.Node, size: object) -> bool:
