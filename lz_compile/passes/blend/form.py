@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import Size, product, shape_of
+from lz_compile.ground.sizes import Size, is_one, product, shape_of
 from lz_compile.passes.blend.bounds import Bound
 from lz_compile.passes.blend.gate import Gates, Ranks
 from lz_compile.passes.blend.terms import ANCHORS, CASTS, NEAR, Sums, Terms, integers_of
@@ -219,7 +219,7 @@ class Forms:
 
         def sources(node: fx.Node) -> set[fx.Node]:
             seen = list(reached([node], behind, _REACH))
-            found = {self.sums.first(each) for each in seen if not behind(each) and _size(each) != 1}
+            found = {self.sums.first(each) for each in seen if not behind(each) and _is_many(each)}
             return found if len(seen) < _REACH else {node}
 
         first, host, *weights = map(sources, nodes)
@@ -265,9 +265,9 @@ def _spreads(node: fx.Node, shape: Sequence[Size], size: object) -> bool:
     return len(own) <= len(shape) and all(one in (1, other) for one, other in pairs)
 
 
-def _size(node: fx.Node) -> Size:
+def _is_many(node: fx.Node) -> bool:
     tensor = tensor_of(node)
-    return 1 if tensor is None else product(shape_of(tensor))
+    return tensor is not None and not all(map(is_one, shape_of(tensor)))
 
 
 def _is_row(node: fx.Node, size: object) -> bool:
