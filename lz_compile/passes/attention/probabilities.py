@@ -31,7 +31,8 @@ class Probabilities:
     ``sinks`` is a score of each row that takes part in the normalisation only. ``unnormalised`` is the expression that
     still has to be divided by its sum over the keys, where that division comes after the values. ``is_exponential``:
     spelled with ``exp``, which may overflow or underflow where the maximum was not subtracted. ``rounds_masked_rows``:
-    ``exp(s - logsumexp(s))`` is not normalised where ``s`` is so large that the sum's logarithm is rounded away.
+    ``exp(s - logsumexp(s))`` is not normalised where ``s`` is so large that the sum's logarithm is rounded away. Not
+    beside a sink, which is then all of the sum.
     ``is_masked_again``: the masks of the scores drop probabilities, too, as the recipes of speech models have it.
     """
 
@@ -181,7 +182,7 @@ def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: 
         )
     sinks = sinks if column is None else column
     scores, keep = _logarithm(summand)
-    told = {"is_exponential": not is_logarithm, "rounds_masked_rows": is_logarithm}
+    told = {"is_exponential": not is_logarithm, "rounds_masked_rows": is_logarithm and sinks is None}
     return Probabilities(scores, dims, gain, keep, sinks=sinks, **told)
 
 
