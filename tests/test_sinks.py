@@ -177,6 +177,14 @@ LOOKALIKES: dict[str, tuple[Spelling, str]] = {
         ),
         "DENOMINATOR_OF_ANOTHER_SUM",
     ),
+    "a score of each feature": (
+        lambda s, v, t: (s.exp() @ v) / (s.exp().sum(-1, True) + (v[..., :1, :] + t).exp()),
+        "NOT_NORMALISED",
+    ),
+    "a share of each feature": (
+        lambda s, v, t: (s.softmax(-1) @ v) * (s.logsumexp(-1, True) - v[..., :1, :] - t).sigmoid(),
+        "INTERIOR_USED",
+    ),
     "two columns": (
         lambda s, v, t: (s - torch.cat([s, t, t + 1], -1).logsumexp(-1, True)).exp() @ v,
         "SINK_NOT_UNDERSTOOD",
