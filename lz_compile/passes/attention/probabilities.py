@@ -31,7 +31,8 @@ class Probabilities:
     ``sinks`` is a score of each row that takes part in the normalisation only. ``unnormalised`` is the expression that
     still has to be divided by its sum over the keys, where that division comes after the values. ``is_exponential``:
     spelled with ``exp``, which may overflow or underflow where the maximum was not subtracted. ``rounds_masked_rows``:
-    ``exp(s - logsumexp(s))`` is not normalised where ``s`` is so large that the sum's logarithm is rounded away.
+    ``exp(s - logsumexp(s))`` is not normalised where ``s`` is so large that the sum's logarithm is rounded away. Not
+    beside a sink, which is then all of the sum.
     ``is_masked_again``: the masks of the scores drop probabilities, too, as the recipes of speech models have it.
     """
 
@@ -181,7 +182,7 @@ def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: 
         )
     sinks = sinks if column is None else column
     scores, keep = _logarithm(summand)
-    told = {"is_exponential": not is_logarithm, "rounds_masked_rows": is_logarithm}
+    told = {"is_exponential": not is_logarithm, "rounds_masked_rows": is_logarithm and sinks is None}
     return Probabilities(scores, dims, gain, keep, sinks=sinks, **told)
 
 
@@ -204,7 +205,7 @@ def divided_by_sum(
 ) -> tuple[sympy.Expr, sympy.Expr | None] | None:
     """Gain and sink of ``expression``, which is ``product`` divided by a sum, or the share of a sum in it and a sink.
 
-    None where it is nothing of the kind.
+    None where it is nothing of the kind: a sink is one score of each row, not of each feature.
     """
     sums = [symbol for symbol in _sums(region, expression, keys) if symbol != product]
     weights = found.unnormalised
@@ -213,10 +214,11 @@ def divided_by_sum(
     summand, column = _summand(region, sums[0], found.dims, keys)
     if weights is None:
         weights = found.keep * sympy.exp(found.scores) / _whole(region, sums[0])
-    gain, sinks = _ratio(region, expression / product * weights, sums[0], summand, keys)
-    if column is not None:
-        return None if gain.has(product) or sinks is not None else (gain, column)
-    return None if gain.has(product) else (gain, sinks)
+    gain, added = _ratio(region, expression / product * weights, sums[0], summand, keys)
+    sinks = added if column is None else column
+    is_of_rows = sinks is None or region.axes_in(sinks) <= {axis for dim in found.dims for axis in atoms(dim)}
+    is_known = is_of_rows and (added is None or column is None) and not gain.has(product)
+    return (gain, sinks) if is_known else None
 
 
 def _ratio(
