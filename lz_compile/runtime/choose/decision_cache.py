@@ -88,9 +88,8 @@ class DecisionCache(Generic[V]):
         self.settings, self._clock = settings or CacheSettings(), clock
         self._lock = threading.Lock()
         self._live: dict[Hashable, _Entry[V]] = {}  # oldest first
-        self._flights: dict[
-            tuple[int, Hashable], Future[V]
-        ] = {}  # by process: a forked one waits for none of its parent's
+        # By process: a forked one waits for none of its parent's.
+        self._flights: dict[tuple[int, Hashable], Future[V]] = {}
         self._misses = self._computations = self._evictions = self._expirations = self._past_hits = 0
 
     def get(self, key: Hashable) -> V | None:
