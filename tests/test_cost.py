@@ -158,6 +158,23 @@ def test_every_kind_of_work_is_measured(dtype: torch.dtype, monkeypatch: pytest.
     assert all(rate > 0 for points in found.by_kind.values() for _, rate in points)
 
 
+@pytest.mark.parametrize(("share", "passes"), [(1.0, 6), (0.75, 6), (0.5, 2)])
+def test_a_machine_that_others_keep_busy_is_not_waited_for(
+    share: float, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual, made = cost.usual(torch.float32).by_kind, []
+
+    def timed(_: torch.dtype) -> dict[str, list[tuple[float, float]]]:
+        made.append(10.0 ** len(made))
+        return {kind: [(size, rate * made[-1]) for size, rate in points] for kind, points in usual.items()}
+
+    monkeypatch.setattr(cost, "_pass", timed)
+    monkeypatch.setattr(time, "perf_counter", lambda: 0.55 * len(made))
+    monkeypatch.setattr(time, "thread_time", lambda: share * 0.55 * len(made))
+    assert cost.measured(torch.float32) is None, "no two of them agree"
+    assert len(made) == passes
+
+
 @pytest.fixture
 def measuring(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Callable[[list[float]], Rates]]:
     """Rates of float32, measured anew: each pass takes so many times as long as usual."""

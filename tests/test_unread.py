@@ -215,6 +215,17 @@ def test_what_looks_like_attention_is_told_with_its_reason(attention: Callable[.
     assert miss.where.startswith(__file__)
 
 
+def test_rows_that_are_mixed_before_they_meet_values_are_told() -> None:
+    def agents(q: Tensor, few: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return (scores(q, few).softmax(-1) @ scores(few, k).softmax(-1)) @ v
+
+    few, backend = torch.randn(2, 4, 5, 8), Rewriting(strict=True)
+    q, k, v = (torch.randn(2, 4, rows, 8) for rows in (19, 23, 23))
+    torch.testing.assert_close(torch.compile(agents, backend=backend)(q, few, k, v), agents(q, few, k, v))
+    assert len(backend.report.matches) == 1, "the first product is an attention whose values are probabilities"
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["PROBABILITIES_MULTIPLIED"]
+
+
 def test_queries_and_keys_that_are_normalised_are_no_scores() -> None:
     """As in efficient attention."""
     backend, (q, k, v) = Rewriting(strict=True), operands()
@@ -294,6 +305,14 @@ class Loss(nn.Module):
         return F.nll_loss(surprise, found.argmax(-1)) + (found * surprise).sum(-1).mean()
 
 
+class Swish(nn.Module):
+    """A gate whose exponential only divides, before a product with something computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        row = x @ x.T
+        return (row / (1 + torch.exp(-row))) @ x
+
+
 class Branches(nn.Module):
     """Two blocks that weigh their branches by a softmax over them (ResNeSt, SKNet): the first is features for the second."""
 
@@ -311,7 +330,7 @@ class Branches(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("module", [Router, CosineRouter, AdaptedRouter, ClassHeads, Codebook, Loss, Branches])
+@pytest.mark.parametrize("module", [Router, CosineRouter, AdaptedRouter, ClassHeads, Codebook, Loss, Swish, Branches])
 def test_routers_and_classifiers_are_no_near_misses(module: type[nn.Module]) -> None:
     model, x, backend = module(), torch.randn(1 if module is Branches else 7, 16), Rewriting(strict=True)
     torch.testing.assert_close(torch.compile(model, backend=backend, fullgraph=True)(x), model(x))

@@ -71,6 +71,13 @@ _COMBINED = (
     ),
     "multiply the values, repeated for each head, by all probabilities, then combine the outputs",
 )
+_MULTIPLIED = (
+    Reason(
+        "PROBABILITIES_MULTIPLIED",
+        "the probabilities are multiplied by another tensor, over their rows, before any values",
+    ),
+    "multiply the values first, as r @ (p @ v) in place of (r @ p) @ v",
+)
 _WITHOUT_VALUES = (
     Reason("NO_VALUES", "the probabilities meet no values in this graph"),
     "multiply values by them in the same graph",
@@ -118,8 +125,9 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
             if is_mixed or after is None or before is None:
                 return mixed_refusal("scores") if is_mixed else None
             return _through(effects, "scores", before)  # what was read is a bias that a weight makes, not the scores
-        if after is not None and _holds(mixes_probabilities, region, after[-1], call.node):
-            return mixed_refusal("probabilities")
+        other = _other_factor(region, after[-1], call.node) if after is not None else None
+        if other is not None:
+            return mixed_refusal("probabilities") if is_weight(other) else _MULTIPLIED
         if after is not None and _are_combined(effects, call.node):
             return _COMBINED
         if after is not None:
@@ -317,18 +325,19 @@ def is_pointwise_convolution(call: Call) -> bool:
     return call.name in _CONVOLUTIONS and weight is not None and all(size == 1 for size in shape_of(weight)[2:])
 
 
-def mixes_probabilities(region: Region, product: fx.Node, softmax: fx.Node) -> bool:
-    """Whether a product of weights and what came from ``softmax`` leaves the axis that the softmax runs over as it is."""
+def _other_factor(region: Region, product: fx.Node, softmax: fx.Node) -> fx.Node | None:
+    """What a product multiplies with what came from ``softmax``, where it leaves the axis that this runs over as it is."""
     call, tensor = region.effects.calls[product], tensor_of(product)
-    outer = None if call is None or tensor is None else contraction.read(region, call, fresh(shape_of(tensor)))
     normalised = region.effects.calls[softmax]
     dim = None if normalised is None else normalised.get("dim")
-    if outer is None or dim is None:
-        return False
-    for weight, other in ((outer.left, outer.right), (outer.right, outer.left)):
-        if not is_weight(weight.node):
-            continue
-        for leaf in region.leaves_in(region.express(other.node, other.dims, product)).values():
-            if leaf.node is softmax:
-                return not set(atoms(leaf.dims[dim])) & set(atoms(outer.summed))
-    return False
+    try:
+        outer = None if call is None or tensor is None else contraction.read(region, call, fresh(shape_of(tensor)))
+        if outer is None or dim is None:
+            return None
+        for other, weights in ((outer.left, outer.right), (outer.right, outer.left)):
+            for leaf in region.leaves_in(region.express(weights.node, weights.dims, product)).values():
+                if leaf.node is softmax and not set(atoms(leaf.dims[dim])) & set(atoms(outer.summed)):
+                    return other.node
+    except (RefusedError, MutatedError, LayoutError):
+        pass  # what cannot be read is told in another way
+    return None

@@ -46,7 +46,8 @@ _ENOUGH_S, _MOST_S = 1.0, 3.0
 #: What the two best measurements of a rate may differ by.
 _AGREE = 1.6
 #: The share of the time that a thread has at least where nothing else runs: one of three on two cores has 0.67.
-_OWN = 0.8
+#: A machine that gives less by so much more than chance is not waited for.
+_OWN, _CHANCE = 0.8, 0.1
 #: Bytes that are new memory at every call, as far as sizes tell.
 _LARGE = KEPT + (1 << 23)
 _lock = threading.Lock()
@@ -191,6 +192,8 @@ def measured(dtype: torch.dtype) -> Rates | None:
         is_enough = count >= _PASSES or spent > _ENOUGH_S
         if count >= 2 and is_enough and (spent > _MOST_S or _agree(passes)):
             break
+        if spent > _ENOUGH_S and time.thread_time() - own < (_OWN - _CHANCE) * spent:
+            return None
         passes.append(_pass(dtype))
     if time.thread_time() - own < _OWN * (time.perf_counter() - clock) or not _agree(passes):
         return None
