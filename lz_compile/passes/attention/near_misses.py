@@ -10,7 +10,7 @@ axis of the keys stays what it is, which tells them from a router, whose weights
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import fx
 
@@ -35,6 +35,7 @@ from lz_compile.passes.graph.refusal import (
 )
 from lz_compile.passes.graph.view import EMITTED, Call, is_floating, known_tensor, reached, tensor_of
 
+T = TypeVar("T")
 _NORMALISED = frozenset({"softmax", "log_softmax"})
 _SUMS = frozenset({"sum", "logsumexp"})
 #: What picks from probabilities, or measures them, instead of weighing values by them.
@@ -121,28 +122,27 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
     before = scores_behind(region, call.input, lambda node: node in covered or effects.name(node) in _NORMALISED)
     if inner is not None:
         if any(is_weight(factor.node) for factor in (inner.query, inner.key)):
-            is_mixed = after is not None and _holds(mixed_scores, region, inner, keys)
+            is_mixed = after is not None and _answer(mixed_scores, region, inner, keys)
             if is_mixed or after is None or before is None:
                 return mixed_refusal("scores") if is_mixed else None
             return _through(effects, "scores", before)  # what was read is a bias that a weight makes, not the scores
-        other = _other_factor(region, after[-1], call.node) if after is not None else None
+        other = _answer(_other_factor, region, after[-1], call.node) if after else None
         if other is not None:
             return mixed_refusal("probabilities") if is_weight(other) else _MULTIPLIED
         if after is not None and _are_combined(effects, call.node):
             return _COMBINED
         if after is not None:
             return _split(effects, call, after[1:]) or _through(effects, "probabilities", after[1:])
-        is_picked = (
-            path_to([call.node], lambda node: node.users, lambda node: effects.name(node) in _PICKS, lambda _: False)
-            is not None
+        picked = path_to(
+            [call.node], lambda node: node.users, lambda node: effects.name(node) in _PICKS, lambda _: False
         )
-        return None if is_picked else _WITHOUT_VALUES
+        return _WITHOUT_VALUES if picked is None else None
     if after is None:
         return _PLACE_BY_PLACE if before is not None and _weighs_by_place(effects, call, before) else None
     if before is None:
-        if not _holds(_is_from_outside, region, call, after[-1]):
+        if not _answer(_is_from_outside, region, call, after[-1]):
             return None
-        return _FEATURES if keys != dims[-1] or _holds(_weighs_a_sum, region, after[-1]) else _FROM_OUTSIDE
+        return _FEATURES if keys != dims[-1] or _answer(_weighs_a_sum, region, after[-1]) else _FROM_OUTSIDE
     if refused is None and is_distance(effects, before[-1]):
         return _DISTANCES
     return refused or _large(region) or _through(effects, "scores", before)
@@ -155,12 +155,12 @@ def _normalised_axes(call: Call) -> tuple[Dims, tuple[Axis, ...]]:
     return dims, dims[-1 if dim is None else dim]
 
 
-def _holds(question: Callable[..., bool], *arguments: Any) -> bool:
-    """The answer, no where what it is about cannot be read."""
+def _answer(question: Callable[..., T], *arguments: Any) -> T | None:
+    """The answer, None where what it is about cannot be read."""
     try:
         return question(*arguments)
     except (RefusedError, MutatedError, LayoutError):
-        return False
+        return None
 
 
 def _read(
@@ -291,7 +291,7 @@ def _through(effects: Effects, what: str, path: list[fx.Node]) -> tuple[Reason, 
     if any(call is not None and is_pointwise_convolution(call) for call in calls):
         return mixed_refusal(what)
     names = [c.name for c in calls if c is not None and not is_pointwise(c) and not layout.rearranges(c)]
-    names = names or [c.name for c in calls if c is not None and _holds(_is_unread, effects, c)]
+    names = names or [c.name for c in calls if c is not None and _answer(_is_unread, effects, c)]
     names = names or [c.name for c in calls if c is not None and not layout.rearranges(c)]
     between = ", ".join(dict.fromkeys(names)) or "a layout"
     text = f"the {what} pass through {between}, which has no reading here"
@@ -330,14 +330,11 @@ def _other_factor(region: Region, product: fx.Node, softmax: fx.Node) -> fx.Node
     call, tensor = region.effects.calls[product], tensor_of(product)
     normalised = region.effects.calls[softmax]
     dim = None if normalised is None else normalised.get("dim")
-    try:
-        outer = None if call is None or tensor is None else contraction.read(region, call, fresh(shape_of(tensor)))
-        if outer is None or dim is None:
-            return None
-        for other, weights in ((outer.left, outer.right), (outer.right, outer.left)):
-            for leaf in region.leaves_in(region.express(weights.node, weights.dims, product)).values():
-                if leaf.node is softmax and not set(atoms(leaf.dims[dim])) & set(atoms(outer.summed)):
-                    return other.node
-    except (RefusedError, MutatedError, LayoutError):
-        pass  # what cannot be read is told in another way
+    outer = None if call is None or tensor is None else contraction.read(region, call, fresh(shape_of(tensor)))
+    if outer is None or dim is None:
+        return None
+    for other, weights in ((outer.left, outer.right), (outer.right, outer.left)):
+        for leaf in region.leaves_in(region.express(weights.node, weights.dims, product)).values():
+            if leaf.node is softmax and not set(atoms(leaf.dims[dim])) & set(atoms(outer.summed)):
+                return other.node
     return None

@@ -62,12 +62,14 @@ def read(region: Region, node: fx.Node, dims: Dims, reader: fx.Node, keys: tuple
     is_divided = normalised is not None and any(
         _is_of_softmax(region, each) for each in _sums(region, expression, keys)
     )
-    found: Probabilities | None = None
+    above = expression.replace(lambda x: x.is_Pow and x.exp.is_negative, lambda _: sympy.S.One)  # a sigmoid has none
     if normalised is not None and not is_divided:
         found = _from_softmax(region, expression, normalised, keys)
-    elif is_divided or any(region.axes_in(each) & set(atoms(keys)) for each in expression.atoms(sympy.exp)):
+    elif is_divided or any(region.axes_in(each) & set(atoms(keys)) for each in above.atoms(sympy.exp)):
         found = _from_exponential(region, expression, dims, keys)
-    return found and replace(found, dropout_p=dropout_p, zero_rows=zero_rows or found.zero_rows)
+    else:
+        return None
+    return replace(found, dropout_p=dropout_p, zero_rows=zero_rows or found.zero_rows)
 
 
 def _strip_dropout(expression: sympy.Expr) -> tuple[sympy.Expr, float]:
@@ -159,13 +161,9 @@ def _softmax_over(region: Region, leaf: Leaf, node: fx.Node, keys: tuple[Axis, .
     return call
 
 
-def _from_exponential(
-    region: Region, expression: sympy.Expr, dims: Dims, keys: tuple[Axis, ...]
-) -> Probabilities | None:
+def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: tuple[Axis, ...]) -> Probabilities:
     sums = _sums(region, expression, keys)
     if not sums:
-        if not expression.replace(lambda x: x.is_Pow and x.exp.is_negative, lambda _: sympy.S.One).has(sympy.exp):
-            return None  # they only divide, as in a sigmoid
         scores, keep = _logarithm(expression)
         return Probabilities(scores, dims, keep=keep, unnormalised=expression, is_exponential=True)
     if len(sums) > 1:
@@ -348,9 +346,6 @@ def _logarithm(summand: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
         elif factor.is_number and factor.is_positive:
             scores += sympy.log(factor)
         else:
-            raise RefusedError(
-                "NOT_AN_EXPONENTIAL",
-                f"the normalised weights are not exponentials of scores ({factor})",
-                "exponentiate",
-            )
+            text = "the normalised weights are not exponentials of scores alone"
+            raise RefusedError("NOT_AN_EXPONENTIAL", text, "normalise exp(scores), and weight the values by the rest")
     return scores, keep
