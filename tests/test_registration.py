@@ -385,6 +385,17 @@ def test_a_traceable_function_becomes_part_of_the_graph():
     assert any("scaled_dot_product" in str(node.target) for node in graph.graph.nodes)
 
 
+def test_a_traceable_function_may_make_tensors_of_numbers():
+    def positions(x, attrs):
+        query, key = (torch.arange(each.shape[2], device=each.device) for each in (x.query, x.key))
+        shifted = x.query @ x.key.mT * attrs.scale + query[:, None].float()  # a shift of all scores of a row
+        return shifted.masked_fill(key < torch.zeros(1), torch.tensor(-math.inf)).softmax(-1) @ x.value
+
+    register(positions, is_traceable=True)
+    (graph,) = compiled(attention, *operands()).graphs
+    assert sum(node.target is torch.arange for node in graph.graph.nodes) >= 2
+
+
 def test_a_traceable_function_may_have_gradients():
     register(sdpa, is_traceable=True, supports=["training"])
     backend = compiled(attention, *operands(requires_grad=True))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lz_compile.errors import OptionError, UnknownKernelError, nearest
+from lz_compile.errors import OptionError, UnknownKernelError, nearest, no_such
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.policy.names import kernel_named
@@ -87,6 +87,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "ranks": (str,),
     "keep_weights": (bool,),
 }
+_WORDS: Mapping[type, str] = {Mapping: "kernels by op, as {'attention': 'torch.sdpa'}", bool: "True or False"}
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "tune": ("off", "auto", "on-miss"),
     "loops": ("auto", "roll", "keep"),
@@ -126,13 +127,14 @@ def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[O
     rest = {name: value for name, value in options.items() if not name.startswith(PREFIX)}
     ours = {name.removeprefix(PREFIX): value for name, value in options.items() if name.startswith(PREFIX)}
     valid = [field_.name for field_ in fields(Options)]
+    for name in rest.keys() & set(valid):
+        raise OptionError(f"reading options: no option '{name}' of Inductor (did you mean '{PREFIX}{name}'?)")
     for name, value in ours.items():
         if name not in valid:
-            names = ", ".join(PREFIX + option for option in valid)
-            raise OptionError(f"reading options: no option '{PREFIX}{name}'{nearest(name, valid)}; valid are {names}")
+            raise OptionError(f"reading options: {no_such('option', PREFIX + name, map(PREFIX.__add__, valid))}")
         is_truth = isinstance(value, bool) and bool not in _TYPES[name]
         if not isinstance(value, _TYPES[name]) or is_truth or value != value:  # noqa: PLR0124  # NaN
-            wanted = " or ".join(kind.__name__ for kind in _TYPES[name])
+            wanted = " or ".join(_WORDS.get(kind, kind.__name__) for kind in _TYPES[name])
             raise OptionError(f"reading options: '{PREFIX}{name}' takes {wanted}, not {type(value).__name__} {value!r}")
     for name, choices in _CHOICES.items():
         if ours.get(name, choices[0]) not in choices:
@@ -144,10 +146,7 @@ def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[O
         raise OptionError(f"reading options: '{PREFIX}tune_budget_s' is at least 0, not {ours['tune_budget_s']!r}")
     for op, kernel_id in ours.get("lock", {}).items():
         if op not in operations():
-            valid_text = ", ".join(operations())
-            raise OptionError(
-                f"reading options: no op '{op}' to lock{nearest(op, operations())}; valid are {valid_text}"
-            )
+            raise OptionError(f"reading options: {no_such('op', op, operations(), ' to lock')}")
         if not isinstance(kernel_id, str) or kernel_named(kernel_id) not in kernels(op):
             raise UnknownKernelError(op, kernel_id, list(kernels(op)))
     if "lock" in ours:
