@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lz_compile.errors import OptionError, UnknownKernelError, nearest, no_such
+from lz_compile.lowering.configured import has_option
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.policy.names import kernel_named
@@ -127,11 +128,12 @@ def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[O
     rest = {name: value for name, value in options.items() if not name.startswith(PREFIX)}
     ours = {name.removeprefix(PREFIX): value for name, value in options.items() if name.startswith(PREFIX)}
     valid = [field_.name for field_ in fields(Options)]
-    for name in rest.keys() & set(valid):
+    for name in (each for each in rest if each in valid and not has_option(each)):
         raise OptionError(f"reading options: no option '{name}' of Inductor (did you mean '{PREFIX}{name}'?)")
     for name, value in ours.items():
         if name not in valid:
-            raise OptionError(f"reading options: {no_such('option', PREFIX + name, map(PREFIX.__add__, valid))}")
+            near = nearest(name, valid) or f"; valid are {', '.join(PREFIX + option for option in valid)}"
+            raise OptionError(f"reading options: no option '{PREFIX}{name}'{near}")
         is_truth = isinstance(value, bool) and bool not in _TYPES[name]
         if not isinstance(value, _TYPES[name]) or is_truth or value != value:  # noqa: PLR0124  # NaN
             wanted = " or ".join(_WORDS.get(kind, kind.__name__) for kind in _TYPES[name])
