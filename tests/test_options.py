@@ -70,8 +70,16 @@ def test_an_unknown_name_gives_the_nearest_or_all_valid_ones(name, hint):
         ("tune_budget_s", math.nan, "'layerzero.tune_budget_s' takes int or float, not float nan"),
         ("dump", 3, "'layerzero.dump' takes str or PathLike, not int 3"),
         ("dump", True, "'layerzero.dump' takes str or PathLike, not bool True"),
-        ("lock", "torch.sdpa", "'layerzero.lock' takes kernels by op, as {'attention': 'torch.sdpa'}, not str 'torch.sdpa'"),
-        ("lock", ["attention"], "'layerzero.lock' takes kernels by op, as {'attention': 'torch.sdpa'}, not list ['attention']"),
+        (
+            "lock",
+            "torch.sdpa",
+            "'layerzero.lock' takes kernels by op, as {'attention': 'torch.sdpa'}, not str 'torch.sdpa'",
+        ),
+        (
+            "lock",
+            ["attention"],
+            "'layerzero.lock' takes kernels by op, as {'attention': 'torch.sdpa'}, not list ['attention']",
+        ),
     ],
 )
 def test_a_value_of_the_wrong_type_is_refused(name, value, text):

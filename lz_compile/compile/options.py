@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import TYPE_CHECKING, Any
@@ -112,6 +112,13 @@ def named_options(options: object) -> Mapping[str, Any]:
     return options
 
 
+def _check_prefixes(rest: Mapping[str, Any], valid: Sequence[str]) -> None:
+    """Refuse options of ours that are given as Inductor's, which would list all of its own."""
+    for name in rest:
+        if name in valid and not has_option(name):
+            raise OptionError(f"reading options: no option '{name}' of Inductor (did you mean '{PREFIX}{name}'?)")
+
+
 def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[Options, dict[str, Any]]:
     """Our options, and the rest for Inductor (which checks its own).
 
@@ -128,8 +135,7 @@ def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[O
     rest = {name: value for name, value in options.items() if not name.startswith(PREFIX)}
     ours = {name.removeprefix(PREFIX): value for name, value in options.items() if name.startswith(PREFIX)}
     valid = [field_.name for field_ in fields(Options)]
-    for name in (each for each in rest if each in valid and not has_option(each)):
-        raise OptionError(f"reading options: no option '{name}' of Inductor (did you mean '{PREFIX}{name}'?)")
+    _check_prefixes(rest, valid)
     for name, value in ours.items():
         if name not in valid:
             near = nearest(name, valid) or f"; valid are {', '.join(PREFIX + option for option in valid)}"

@@ -341,10 +341,12 @@ class GraphBuilder(Builder):
                 return self.value(node)
         return super()._symbolic(axis)
 
-    def made(self, function: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def made(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """A tensor of numbers alone as a node, or as such where an example value is computed."""
         is_node = not self._is_faking
-        return self._tracer.create_proxy("call_function", function, args, kwargs) if is_node else function(*args, **kwargs)
+        return (
+            self._tracer.create_proxy("call_function", function, args, kwargs) if is_node else function(*args, **kwargs)
+        )
 
     def _finish(self, node: fx.Node) -> None:
         self.created.append(node)
