@@ -182,6 +182,7 @@ def test_a_wrong_operand_is_an_error_of_a_line_that_lists_what_the_op_takes_wher
         ),
         ({**given, name: "a text"}, f"expected {name} as a tensor .*received str 'a text'"),
         ({**given, name: given[name].to(torch.complex64)}, f"expected {name} .*received torch.complex64"),
+        ({**given, name: given[name].numpy()}, rf"received ndarray of shape .*\. Give torch\.as_tensor\({name}\)$"),
         ({}, "received None|received none"),
     ):
         with pytest.raises(ArgumentError, match=text) as failure:
