@@ -37,6 +37,10 @@ class ConfigError(LayerZeroError, ValueError):
     """A configuration (file, environment variable, call) that cannot be followed as it is written."""
 
 
+#: A list of names that is no longer is told beside the nearest one.
+_SHORT = 160
+
+
 def nearest(name: object, valid: Sequence[str]) -> str:
     """``" (did you mean 'x'?)"``, or nothing where no valid name is close."""
     close = difflib.get_close_matches(str(name), valid, n=1)
@@ -44,9 +48,10 @@ def nearest(name: object, valid: Sequence[str]) -> str:
 
 
 def no_such(what: str, name: object, valid: Iterable[str], where: str = "") -> str:
-    """That there is nothing of a name, the nearest one, and those that there are."""
+    """That there is nothing of a name, and the nearest one, or those that there are: all of them, where they are few."""
     known = list(valid)
-    return f"no {what} '{name}'{where}{nearest(name, known)}; valid are {', '.join(known)}"
+    near, listed = nearest(name, known), ", ".join(known)
+    return f"no {what} '{name}'{where}{near}" + (f"; valid are {listed}" if not near or len(listed) <= _SHORT else "")
 
 
 class GradientUnsupportedError(LayerZeroError, RuntimeError):

@@ -276,7 +276,7 @@ COMPARISONS = "a number, a comparison such as '>=90' or '<128', or a range such 
 WRONG = {
     "an unknown key": (
         "\nenabeld: true",
-        f"line 2: enabeld: no key 'enabeld' (did you mean 'enabled'?); valid are {TOP}",
+        "line 2: enabeld: no key 'enabeld' (did you mean 'enabled'?)",
     ),
     "an unknown key that resembles none": ("xyzzy: 1", f"line 1: xyzzy: no key 'xyzzy'; valid are {TOP}"),
     "an unknown key inside": (
@@ -370,13 +370,12 @@ WRONG = {
         "line 1: locks.attention: expected the id of a kernel, received int 3",
     ),
     "a lock of an unknown operation": (
-        "locks: {atention: torch.sdpa}",
-        "line 1: locks.atention: no operation 'atention' (did you mean 'attention'?); "
-        f"valid are {', '.join(OPERATIONS)}",
+        "locks: {xyzzy: torch.sdpa}",
+        f"line 1: locks.xyzzy: no operation 'xyzzy'; valid are {', '.join(OPERATIONS)}",
     ),
     "a rule with an unknown condition": (
-        "rules:\n- match: {head_dims: 64}\n  prefer: lz",
-        f"line 2: rules[0].match: no condition 'head_dims' (did you mean 'head_dim'?); valid are {CONDITIONS}",
+        "rules:\n- match: {xyzzy: 64}\n  prefer: lz",
+        f"line 2: rules[0].match: no condition 'xyzzy'; valid are {CONDITIONS}",
     ),
     "a rule with an unreadable condition": (
         "rules:\n- match:\n    sm: '=>90'\n  prefer: lz",
@@ -404,8 +403,7 @@ WRONG = {
     ),
     "a rule for an unknown operation": (
         "rules: [{match: {operation: atention}, prefer: lz}]",
-        "line 1: rules[0].match.operation: no operation 'atention' (did you mean 'attention'?); "
-        f"valid are {', '.join(OPERATIONS)}",
+        "line 1: rules[0].match.operation: no operation 'atention' (did you mean 'attention'?)",
     ),
     "a rule for an unknown platform": (
         "rules: [{match: {platform: cdua}, prefer: lz}]",
@@ -506,9 +504,7 @@ def test_a_file_that_cannot_be_read_says_why(tmp_path):
 def test_wrong_arguments_are_refused_by_their_names():
     with pytest.raises(ConfigError) as failure:
         config.arguments({"prefer_source": ["torch"]})
-    assert str(failure.value) == (
-        f"configuring prefer_source: no key 'prefer_source' (did you mean 'prefer_sources'?); valid are {TOP}"
-    )
+    assert str(failure.value) == "configuring prefer_source: no key 'prefer_source' (did you mean 'prefer_sources'?)"
     with pytest.raises(ConfigError, match=r"configuring cache\.max_size: expected int >= 1, received int 0"):
         config.arguments({"cache": {"max_size": 0}})
     assert issubclass(ConfigError, (LayerZeroError, ValueError))

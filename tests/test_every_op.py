@@ -170,7 +170,7 @@ def test_what_is_read_is_what_the_ops_own_sample_says(op):
 
 
 @for_every_op
-def test_a_wrong_operand_is_an_error_that_lists_the_ops_operands_and_their_shapes(op):
+def test_a_wrong_operand_is_an_error_of_a_line_that_lists_what_the_op_takes_where_that_is_asked(op):
     given = operands(op)
     name = next(iter(given))
     misspelled = f"{name}s" if len(name) > 1 else "xx"
@@ -182,11 +182,13 @@ def test_a_wrong_operand_is_an_error_that_lists_the_ops_operands_and_their_shape
         ),
         ({**given, name: "a text"}, f"expected {name} as a tensor .*received str 'a text'"),
         ({**given, name: given[name].to(torch.complex64)}, f"expected {name} .*received torch.complex64"),
+        ({**given, name: given[name].numpy()}, rf"received ndarray of shape .*\. Give torch\.as_tensor\({name}\)$"),
         ({}, "received None|received none"),
     ):
         with pytest.raises(ArgumentError, match=text) as failure:
             lz.which(op, **wrong)
-        assert taken(op) in str(failure.value)
+        assert (taken(op) in str(failure.value)) is (not wrong)
+        assert "\n" not in str(failure.value)
     for listed, shape in operand_shapes(op).items():
         assert f"{listed} {shape}" in taken(op)
     if len(name) > 1:

@@ -13,12 +13,17 @@ from pathlib import Path
 
 import pytest
 import rich
+import torch
 
 import lz_compile as lz
 from benchmarks import chart
+from lz_compile.passes.formula import pointwise
+from lz_compile.passes.graph import view
+from lz_compile.runtime.kernels import capabilities, registry
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text()
+EXTENDING = (ROOT / "docs" / "extending.md").read_text()
 OPS = {path.stem for path in (ROOT / "lz_compile" / "lowering" / "ops").glob("*.py")} - {"__init__"}
 PAGES = [*ROOT.glob("*.md"), *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -93,7 +98,7 @@ def test_every_op_has_a_row_in_the_readme():
 
 
 def test_the_operands_of_every_op_are_those_that_are_documented():
-    table = (ROOT / "docs" / "extending.md").read_text().partition("| op | operands")[2].partition("\n\n")[0]
+    table = EXTENDING.partition("| op | operands")[2].partition("\n\n")[0]
     told = {op: (needed, optional) for op, needed, optional in re.findall(r"\| `(\w+)` \| ([^|[]*)(\[[^|]*)?\|", table)}
     assert set(told) == OPS
     for op, (needed, optional) in told.items():
@@ -101,6 +106,27 @@ def test_the_operands_of_every_op_are_those_that_are_documented():
         if hasattr(kind, "names"):
             assert set(re.findall(r"\w+", needed)) == set(kind.names) - kind.optional, op
             assert set(re.findall(r"\w+", optional)) == kind.optional, op
+
+
+def test_the_lines_that_add_a_function_do_so(monkeypatch):
+    line, names = re.search(r'`("ldexp": .*?)`\..*?`"(.*?)"` in `_PARAMETERS`', EXTENDING, re.DOTALL).groups()
+    q, k, v = torch.randn(3, 1, 8, 16, 64)
+
+    def shifted(q, k, v):
+        return torch.ldexp(q @ k.mT, torch.tensor(-3)).softmax(-1) @ v
+
+    assert not lz.explain(shifted, q, k, v, print_report=False).matches
+    assert names in view._PARAMETERS
+    monkeypatch.setitem(view._SIGNATURES, "ldexp", tuple(names.split()))
+    monkeypatch.setitem(pointwise.POINTWISE, "ldexp", eval(f"{{{line}}}", vars(pointwise))["ldexp"])
+    assert [match.op for match in lz.explain(shifted, q, k, v, print_report=False).matches] == ["attention"]
+
+
+def test_the_description_of_a_kernel_is_one():
+    (text,) = (code for language, code in BLOCK.findall(EXTENDING) if language == "json")
+    (spec,) = registry.specs_of(capabilities.parse(text.encode(), "mine.json"), "mine").values()
+    assert (spec.kernel_id, spec.supports) == ("mine.alibi", {"alibi"})
+    assert spec.prior[0].relative_latency == 0.7
 
 
 def test_every_benchmark_and_every_result_file_is_explained():

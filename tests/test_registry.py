@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import types
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -756,6 +757,16 @@ def test_an_op_has_a_recogniser_a_kernel_and_a_test_file(op):
     assert op in recognisers()
     assert [spec for spec in kernels(op).values() if spec.implementation is not None]
     assert (TESTS / f"test_{op}.py").is_file()
+
+
+def test_a_room_of_matching_alone_is_found(tmp_path, monkeypatch):
+    (tmp_path / "toy").mkdir()
+    (tmp_path / "toy" / "matching.py").touch()
+    module = types.ModuleType("matching")
+    module.matches = lambda graph, effects: iter(())
+    monkeypatch.setitem(sys.modules, "lz_compile.passes.toy.matching", module)
+    monkeypatch.setitem(recognisers.__wrapped__.__globals__, "__file__", str(tmp_path / "recognisers.py"))
+    assert recognisers.__wrapped__()["toy"] is module.matches
 
 
 @pytest.mark.parametrize("op", recognisers())

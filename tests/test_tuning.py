@@ -292,6 +292,7 @@ def test_without_a_database_latencies_are_only_reported(timed, eagerly):
         ({"num_kv_heads": 3}, ValueError, "query heads in a multiple of the key heads, received 2 and 3"),
         ({"seq_lens": [16, 0]}, ValueError, r"seq_len_q as a whole number, 1 or more, received 0"),
         ({"samples": 0}, ValueError, "1 or more, received 0"),
+        ({"budget_s": -1}, ValueError, "expected budget_s as a finite number, 0 or more, received -1"),
         (
             {"headdim": 64},
             ValueError,

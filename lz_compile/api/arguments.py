@@ -74,7 +74,7 @@ class Arguments:
         if value is None and optional:
             return
         if not isinstance(value, torch.Tensor):
-            advice = "" if value is None else f"Give torch.tensor({name})"
+            advice = "" if value is None else f"Give torch.as_tensor({name})"
             raise self.wrong(name, f"as a tensor{_shown(dims)}", _named(value), advice)
         self._check_elements(name, value, dims, kind)
         if dims is not None:
@@ -310,7 +310,11 @@ def _shown(dims: str | None) -> str:
 
 
 def _named(value: Any) -> str:
-    return "None" if value is None else f"{type(value).__name__} {value!r}"[:200]
+    if value is None:
+        return "None"
+    shape = getattr(value, "shape", None)
+    told = repr(value) if shape is None else f"of shape {tuple(shape)}"
+    return " ".join(f"{type(value).__name__} {told}".split())[:200]
 
 
 def _range(least: float, most: float, above: bool) -> str:

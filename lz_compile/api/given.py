@@ -62,7 +62,7 @@ def read(function: str, operation: str, tensors: Sequence[Any], named: Mapping[s
 
     Raises:
         UnknownOperationError: there is no such operation.
-        ArgumentError: an operand or attribute is unknown, missing, or does not fit; the text lists those that there are.
+        ArgumentError: an operand or attribute is unknown, missing, or does not fit; the text says what the op takes.
     """
     check_operation(f"calling lz.{function}", operation)
     op, _, variant = operation.partition(".")
@@ -112,11 +112,12 @@ def _context(op: str, x: Any, attrs: Any, facts: Any, layout: str) -> SelectionC
 
 
 class _Reader(Arguments):
-    """Checks operands and attributes of one op; its errors list both."""
+    """Checks operands and attributes of one op; its errors say what it takes, where that is in doubt."""
 
     def __init__(self, function: str, op: str) -> None:
         super().__init__(function)
         self.op, self.module = op, ops.module(op)
+        self._are_in_order = False
 
     @property
     def sizes(self) -> Mapping[str, int]:
@@ -124,12 +125,18 @@ class _Reader(Arguments):
         return defaultdict(lambda: 1, self._sizes)
 
     def wrong(self, argument: str, expected: str, received: object, advice: str = "") -> ArgumentError:
-        """The error that says so, and what the op takes."""
-        return super().wrong(argument, expected, received, f"{advice}. {taken(self.op)}" if advice else taken(self.op))
+        """The error that says so: with all that the op takes where a name is wrong or missing, or with the order given by."""
+        is_known = argument in (*self.module.Operands.names, *attribute_types(self.module), "layout")
+        if received == "None" or not (is_known or "did you mean" in str(received)):
+            advice = ". ".join(filter(None, (advice, taken(self.op))))
+        elif self._are_in_order and argument in self.module.Operands.names:
+            order = f"In order, {self.op} takes {', '.join(self.module.Operands.names)}"
+            advice = ". ".join(filter(None, (advice, order)))
+        return super().wrong(argument, expected, received, advice)
 
     def sorted(self, tensors: Sequence[Any], named: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Operands and attributes by their own names."""
-        names = self.module.Operands.names
+        names, self._are_in_order = self.module.Operands.names, len(tensors) > 1
         if len(tensors) > len(names):
             raise self.wrong("operands", f"of {self.op}, {len(names)} at most", f"{len(tensors)} tensors")
         operands: dict[str, Any] = dict(zip(names, tensors, strict=False))

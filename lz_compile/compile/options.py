@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lz_compile.errors import OptionError, UnknownKernelError, nearest
+from lz_compile.errors import OptionError, UnknownKernelError, nearest, no_such
+from lz_compile.lowering.configured import has_option
 from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.policy.names import kernel_named
@@ -87,6 +88,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "ranks": (str,),
     "keep_weights": (bool,),
 }
+_WORDS: Mapping[type, str] = {Mapping: "kernels by op, as {'attention': 'torch.sdpa'}", bool: "True or False"}
 _CHOICES: Mapping[str, tuple[str, ...]] = {
     "tune": ("off", "auto", "on-miss"),
     "loops": ("auto", "roll", "keep"),
@@ -110,6 +112,13 @@ def named_options(options: object) -> Mapping[str, Any]:
     return options
 
 
+def _check_prefixes(rest: Mapping[str, Any], valid: Sequence[str]) -> None:
+    """Refuse options of ours that are given as Inductor's, which would list all of its own."""
+    for name in rest:
+        if name in valid and not has_option(name):
+            raise OptionError(f"reading options: no option '{name}' of Inductor (did you mean '{PREFIX}{name}'?)")
+
+
 def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[Options, dict[str, Any]]:
     """Our options, and the rest for Inductor (which checks its own).
 
@@ -126,13 +135,14 @@ def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[O
     rest = {name: value for name, value in options.items() if not name.startswith(PREFIX)}
     ours = {name.removeprefix(PREFIX): value for name, value in options.items() if name.startswith(PREFIX)}
     valid = [field_.name for field_ in fields(Options)]
+    _check_prefixes(rest, valid)
     for name, value in ours.items():
         if name not in valid:
-            names = ", ".join(PREFIX + option for option in valid)
-            raise OptionError(f"reading options: no option '{PREFIX}{name}'{nearest(name, valid)}; valid are {names}")
+            near = nearest(name, valid) or f"; valid are {', '.join(PREFIX + option for option in valid)}"
+            raise OptionError(f"reading options: no option '{PREFIX}{name}'{near}")
         is_truth = isinstance(value, bool) and bool not in _TYPES[name]
         if not isinstance(value, _TYPES[name]) or is_truth or value != value:  # noqa: PLR0124  # NaN
-            wanted = " or ".join(kind.__name__ for kind in _TYPES[name])
+            wanted = " or ".join(_WORDS.get(kind, kind.__name__) for kind in _TYPES[name])
             raise OptionError(f"reading options: '{PREFIX}{name}' takes {wanted}, not {type(value).__name__} {value!r}")
     for name, choices in _CHOICES.items():
         if ours.get(name, choices[0]) not in choices:
@@ -144,10 +154,7 @@ def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[O
         raise OptionError(f"reading options: '{PREFIX}tune_budget_s' is at least 0, not {ours['tune_budget_s']!r}")
     for op, kernel_id in ours.get("lock", {}).items():
         if op not in operations():
-            valid_text = ", ".join(operations())
-            raise OptionError(
-                f"reading options: no op '{op}' to lock{nearest(op, operations())}; valid are {valid_text}"
-            )
+            raise OptionError(f"reading options: {no_such('op', op, operations(), ' to lock')}")
         if not isinstance(kernel_id, str) or kernel_named(kernel_id) not in kernels(op):
             raise UnknownKernelError(op, kernel_id, list(kernels(op)))
     if "lock" in ours:

@@ -74,4 +74,5 @@ class Store:
             write_whole(path, json.dumps(record))
             used.add(path)
         except OSError as error:
-            events.record("STORE_UNWRITABLE", f"{self.directory.parent.name}: {error}")
+            text = f"{self.directory.parent.name}: {error}. Set LAYERZERO_CACHE_DIR to a folder that can be written"
+            events.record("STORE_UNWRITABLE", text)

@@ -32,6 +32,11 @@ _configuration: ContextVar[Mapping[str, Any]] = ContextVar(
 )
 
 
+def has_option(name: str) -> bool:
+    """Whether Inductor has an option of a name."""
+    return hasattr(inductor_config, name)
+
+
 @contextmanager
 def compiling_with(config: Mapping[str, Any]) -> Iterator[None]:
     """What is measured inside is compiled as the graph itself will be."""

@@ -25,7 +25,7 @@ Recogniser = Callable[[fx.Graph, Effects], Iterator[Outcome]]
 @cache
 def recognisers() -> Mapping[str, Recogniser]:
     """All recognisers by op, in alphabetical order."""
-    rooms = (path.parent for path in Path(__file__).parent.glob("*/recogniser.py"))
+    rooms = {path.parent for name in ("recogniser", "matching") for path in Path(__file__).parent.glob(f"*/{name}.py")}
     found = {room.name: _asked(room) for room in rooms if room.name != "attention"}
     return dict(sorted({**found, "attention": _attentions}.items()))
 

@@ -67,7 +67,7 @@ def kernel_asked_for(named: str, operation: str | None) -> tuple[KernelSpec, str
     if op not in having:
         known = [op] if wanted else ops.names()
         valid = sorted({each for name in known for each in kernels(name)})
-        raise UnknownKernelError(" or ".join(known), named, valid, doing="validating a kernel for")
+        raise UnknownKernelError(op if wanted else "any op", named, valid, doing="validating a kernel for")
     spec = kernels(op)[kernel_id]
     if named.startswith(f"{kernel_id}."):
         return spec, operation or f"{op}{named.removeprefix(kernel_id)}"

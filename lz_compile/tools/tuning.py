@@ -145,7 +145,7 @@ def tune(
     dtypes = list(dtype) if isinstance(dtype, Sequence) and not isinstance(dtype, str) else [dtype]
     problems = grid("tune", operation, dtypes, _sizes(operation, given, sizes or {}))
     arguments.number("samples", samples, 1, whole=True, optional=True)
-    arguments.number("budget_s", budget_s, optional=True)
+    arguments.number("budget_s", budget_s, 0, optional=True)
     arguments.instance("on_progress", on_progress, Callable, "as a function", optional=True)
     for name, value in (("training", training), ("resume", resume)):
         arguments.flag(name, value)

@@ -23,6 +23,7 @@ from lz_compile.api.rolling.running import Support, refusals
 from lz_compile.api.rolling.source import rolled
 from lz_compile.api.rolling.syntax import NotRolledError
 from lz_compile.api.rolling.twins import Part, parts_of
+from lz_compile.errors import ArgumentError
 from lz_compile.ground.events import record, trace
 
 T = TypeVar("T", bound="Callable[..., Any]")
@@ -50,18 +51,18 @@ def roll_loops(target: T, *example: Any, eager: bool = True, chunk: int | None =
         The module, or a function in place of the given one.
 
     Raises:
-        TypeError: ``target`` is neither a module nor a function written in Python.
-        ValueError: ``chunk`` is no number of steps.
+        ArgumentError: ``target`` is neither a module nor a function written in Python, or ``chunk`` no number of steps.
     """
     if chunk is not None and (type(chunk) is not int or chunk < 2):
-        raise ValueError(f"expected a chunk of at least two steps, received {chunk!r}")
+        raise ArgumentError("roll_loops", "chunk", "as a whole number of steps, 2 or more", repr(chunk))
     session: _Session
     if isinstance(target, nn.Module):
         session = _Modules(target)
     elif isinstance(target, types.FunctionType):
         session = _Function(target)
     else:
-        raise TypeError(f"expected a module or a function written in Python, received a {type(target).__name__}")
+        kind = type(target).__name__
+        raise ArgumentError("roll_loops", "target", "as a module or a function written in Python", f"a {kind}")
     session.support.is_eager, session.support.chunk = eager, None if chunk is None else str(chunk)
     found = session.edit()
     if example or named:

@@ -18,6 +18,7 @@ import sympy
 import torch
 from torch import fx
 from torch.fx.proxy import GraphAppendingTracer
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from lz_compile.ground.sizes import as_size, product
@@ -108,6 +109,24 @@ class _Tracer(GraphAppendingTracer):
         body.output(function(*(fx.Proxy(body.placeholder(each), tracer) for each in parameters)).node)
         path = hold(self.graph.owning_module, name, fx.GraphModule(torch.nn.Module(), body))
         return self.create_proxy("get_attr", path, (), {})
+
+
+#: Calls that make a tensor of numbers alone.
+_MAKING = frozenset(
+    (torch.arange, torch.empty, torch.eye, torch.full, torch.linspace, torch.ones, torch.tensor, torch.zeros)
+)
+
+
+class Making(TorchFunctionMode):
+    """A kernel may make tensors of its own, as by ``torch.arange``: without a proxy among operands they become nodes, too."""
+
+    def __init__(self, builder: GraphBuilder) -> None:
+        super().__init__()
+        self._builder = builder
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        return self._builder.made(function, args, kwargs) if function in _MAKING else function(*args, **kwargs)
 
 
 class Builder:
@@ -307,6 +326,7 @@ class GraphBuilder(Builder):
         renamed: Mapping[fx.Node, fx.Node] = MappingProxyType({}),
     ) -> None:
         self.created: list[fx.Node] = []
+        self._is_faking = False
         self._template = template
         self._ambient = ambient
         self._tracer = _Tracer(graph, self._finish)
@@ -321,11 +341,22 @@ class GraphBuilder(Builder):
                 return self.value(node)
         return super()._symbolic(axis)
 
+    def made(self, function: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """A tensor of numbers alone as a node, or as such where an example value is computed."""
+        is_node = not self._is_faking
+        return (
+            self._tracer.create_proxy("call_function", function, args, kwargs) if is_node else function(*args, **kwargs)
+        )
+
     def _finish(self, node: fx.Node) -> None:
         self.created.append(node)
         node.meta.update(provenance(self._template))
         if node.op != "get_attr":
-            node.meta["example_value"] = self._fake(node)
+            self._is_faking = True
+            try:
+                node.meta["example_value"] = self._fake(node)
+            finally:
+                self._is_faking = False
 
     def _example(self, node: fx.Node) -> Any:
         if node.op == "get_attr" and "example_value" not in node.meta:  # a graph, not a tensor

@@ -16,7 +16,7 @@ from lz_compile.passes.formula.moves import strides_matter
 from lz_compile.passes.graph.emitter import provenance
 from lz_compile.passes.graph.modes import faking
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of
-from lz_compile.passes.rewriting.builder import Builder, GraphBuilder
+from lz_compile.passes.rewriting.builder import Builder, GraphBuilder, Making
 from lz_compile.passes.rewriting.match import Match
 
 KernelCall = Callable[..., Any]
@@ -171,7 +171,8 @@ def _emit(
     sources = {**kind.inputs, **early}
     builder = GraphBuilder(graph, place, match.site.ambient, sources, match.renamed)
     try:
-        results = _replacements(builder, match, call, shows_strides)
+        with Making(builder):
+            results = _replacements(builder, match, call, shows_strides)
     except BaseException:
         _unmade(graph, builder.created)
         raise

@@ -150,7 +150,7 @@ def _rates(dtype: torch.dtype, environment: str) -> Rates:
         if found is None:
             events.record(
                 "MACHINE_BUSY",
-                f"what it does in {dtype} varies too much, or others have the processor meanwhile: usual rates are taken",
+                f"other work has the processor, so its rates in {dtype} vary too much to be kept: usual ones are taken",
                 level=logging.INFO,
             )
             return _usual_here(dtype)
