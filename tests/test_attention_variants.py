@@ -558,3 +558,22 @@ def test_wide_windows_over_more_tokens_than_a_proof_takes_are_bands(
     backend = compiled(Variant(function, inputs))
     assert attentions(backend) == [True], backend.why_not()
     assert band(backend) == ((-16, 16) if is_masked else (0, 32))
+
+
+def test_decayed_keys_times_a_matrix_that_was_solved_in_place_are_told_of_nowhere() -> None:
+    def decayed(key: Tensor, beta: Tensor, decay: Tensor) -> Tensor:
+        """The keys that a delta rule takes off its state: no weight of them is an exponential of a score."""
+        scaled, total = key * beta, decay.cumsum(-2)
+        between = (total.unsqueeze(-2) - total.unsqueeze(-3)).masked_fill(later, float("-inf")).exp()
+        solved = -(scaled.unsqueeze(-2) * key.unsqueeze(-3) * between).sum(-1).masked_fill(seen, 0)
+        for i in range(1, 5):
+            row = solved[..., i, :i].clone()
+            solved[..., i, :i] = row + (row.unsqueeze(-1) * solved[..., :i, :i].clone()).sum(-2)
+        return (solved + torch.eye(5)) @ (scaled * total.exp())
+
+    later, seen = torch.ones(5, 5).triu(1).bool()[..., None], torch.ones(5, 5).triu().bool()
+    inputs = normal(2, 3, 5, 8), normal(2, 3, 5, 1), -normal(2, 3, 5, 8).abs()
+    backend = Rewriting()
+    got = torch.compile(decayed, backend=backend, fullgraph=True)(*inputs)
+    torch.testing.assert_close(got, decayed(*inputs))
+    assert [miss for miss in backend.report.near_misses if miss.op == "attention"] == [], backend.why_not()

@@ -250,6 +250,20 @@ def test_an_activation_by_cases_is_no_blend() -> None:
         assert list(matches(module.graph, effects_of(module))) == [], function.__name__
 
 
+def test_a_layer_beside_its_scaled_input_is_no_blend_whose_host_is_not_detached() -> None:
+    def scaled_embedding(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+        hidden = x * scale
+        return torch.tanh(hidden @ w) + hidden
+
+    def scaled_layer(x: Tensor, w: Tensor, scale: Tensor) -> Tensor:
+        return x + scale * torch.tanh(x @ w)
+
+    for function in (scaled_embedding, scaled_layer):
+        inputs = torch.randn(4, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True), torch.tensor(0.5)
+        module = capture(function, *inputs)
+        assert list(matches(module.graph, effects_of(module))) == [], function.__name__
+
+
 def _only_miss(function: Callable[..., Any], *inputs: Any) -> Any:
     module = capture(function, *inputs)
     (miss,) = (found for found in matches(module.graph, effects_of(module)) if isinstance(found, NearMiss))

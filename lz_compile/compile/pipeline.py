@@ -37,6 +37,7 @@ def _everywhere(does: str, code: str, edit: Edit, timed: str) -> Stage:
 
 #: Up to what was recognised in a graph.
 READ = (
+    Stage("writing out numbers that are known", "INLINE_FAILED", reading.write_out_numbers, "inline"),
     Stage("taking out dropout that drops nothing", "INLINE_FAILED", reading.pass_on_inputs, "inline"),
     Stage("spelling out calls", "INLINE_FAILED", reading.spell_out, "inline"),
     _everywhere("spelling out tensor subclasses", "INLINE_FAILED", spell_out_subclasses, "inline"),

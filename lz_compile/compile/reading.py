@@ -22,6 +22,7 @@ from lz_compile.passes.graph.effects import RESHAPERS, Effects
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, reshaped
 from lz_compile.passes.inlining.inline import Inlined, inline
+from lz_compile.passes.inlining.known_numbers import write_out
 from lz_compile.passes.inlining.passed_on import pass_on
 from lz_compile.passes.loops.recurrence.distribute import Distributed, distribute, why_unknown
 from lz_compile.passes.loops.roll.reroll import RolledLoop, never, reroll, scans_of
@@ -32,6 +33,12 @@ from lz_compile.report.findings import LoopReport, MissReport
 
 #: Of Python calls, while a graph is read.
 _RECURSION = 50_000
+
+
+def write_out_numbers(state: State) -> None:
+    """Dimensions that are inputs, and other numbers that a guard fixes, are these numbers."""
+    numbers = partial(write_out, state.module.graph)
+    state.change(Rewrite("writing out numbers", numbers, shown="a guard says each", undoes_itself=True))
 
 
 def pass_on_inputs(state: State) -> None:

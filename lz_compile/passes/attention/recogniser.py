@@ -25,7 +25,7 @@ from lz_compile.passes.formula.algebra import ANCHORS, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.contraction import Contraction, Factor
 from lz_compile.passes.formula.expressions import INFINITY, tidy
-from lz_compile.passes.formula.pointwise import BENDS, applied
+from lz_compile.passes.formula.pointwise import BENDS, applied, is_exponential
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import OUT_OF_PLACE, MutatedError, NearMiss, RefusedError, refusal_of, where_of
 from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of
@@ -82,7 +82,7 @@ def recognise(
         except RefusedError as refusal:
             refused = refused or NearMiss.of(OP, call.node, refusal)
         except MutatedError as error:
-            return NearMiss.of(OP, call.node, refusal_of(error, OUT_OF_PLACE))
+            return NearMiss.of(OP, call.node, refusal_of(error, OUT_OF_PLACE)) if _is_meant(region, call) else None
         except LayoutError as error:
             return refused or _unclear(region, call, error)
         else:
@@ -300,10 +300,20 @@ def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
             call = inner
 
 
+def _is_meant(region: Region, call: Call) -> bool:
+    """Whether exponentials of scores are behind a product: those of decays, as in a delta rule, make no attention."""
+
+    def above(node: fx.Node) -> list[fx.Node]:
+        return [] if region.effects.name(node) in contraction.PRODUCTS else node.all_input_nodes
+
+    behind = (region.effects.calls.get(node) for node in reached(call.node.all_input_nodes, above))
+    weights = [each for each in behind if each is not None and (each.name in SOFTMAX or is_exponential(each))]
+    return any(region.reaches(node, SCORES, each.node) for each in weights for node in each.node.all_input_nodes)
+
+
 def _unclear(region: Region, call: Call, error: LayoutError) -> NearMiss | None:
     """A near miss where a softmax over a product could not be read for its layout."""
-    operands = call.node.all_input_nodes
-    if not any(all(region.reaches(node, goal, call.node) for goal in (SOFTMAX, SCORES)) for node in operands):
+    if not _is_meant(region, call):
         return None
     reason = Reason("LAYOUT_UNCLEAR", f"the dimensions do not come apart into axes: {error}")
     return NearMiss(OP, call.node, reason, "reshape along whole heads and positions", where_of(call.node))

@@ -206,7 +206,20 @@ class Forms:
         size = product(shape_of(known_tensor(form.seed)))
         if any(_is_row(factor, size) for factor in form.factors):  # the product of two tensors
             return False
-        return form.is_isolated or all(_is_number_like(each) for each in form.factors)
+        if form.is_isolated:
+            return True
+        return all(map(_is_number_like, form.factors)) and not self._is_residual_connection(form.seed, form.host)
+
+    def _is_residual_connection(self, *nodes: fx.Node) -> bool:
+        """Whether one of two values is computed from the other: a layer's output beside its input, no two branches."""
+        first, last = sorted(nodes, key=self.effects.position.__getitem__)
+
+        def behind(node: fx.Node) -> list[fx.Node]:
+            return [
+                each for each in node.all_input_nodes if self.effects.position[each] >= self.effects.position[first]
+            ]
+
+        return first in reached([last], behind)
 
     def _are_of_one(self, *nodes: fx.Node) -> bool:
         """Whether all are functions of the elements of one tensor, as an activation by cases is, and of numbers."""
