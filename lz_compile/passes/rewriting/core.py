@@ -110,8 +110,8 @@ def _measures(user: fx.Node, node: fx.Node) -> bool:
 def find_core(effects: Effects, first: fx.Node, output: fx.Node, *, is_operand: bool = False) -> Core:
     """The nodes on a path from ``first`` to ``output``; in-place results count as the tensor they overwrite.
 
-    With ``is_operand`` nobody computes ``first`` again, so that it may be overwritten before its first
-    reader, the second node.
+    With ``is_operand`` nobody computes ``first`` again, so that it may be overwritten before its first reader, the second
+    node.
     """
     start, depends = effects.position[first], {first: True}
     order: list[fx.Node] = []
