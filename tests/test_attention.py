@@ -878,6 +878,25 @@ def test_a_whole_number_is_a_dropout_probability_too() -> None:
     assert [match.attributes.get("dropout_p", 0.0) for match in backend.report.matches] == [0.0]
 
 
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_a_dropout_probability_that_is_symbolic_is_the_number_that_it_is(scale: float | None) -> None:
+    """As diffusers passes it: a default of a function, which ``dynamic=True`` makes an input of the graph."""
+
+    def call(query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float) -> Tensor:
+        return F.scaled_dot_product_attention(query, key, value, dropout_p=dropout, scale=scale)
+
+    backend = Rewriting(lock={"attention": "lz.blocked"})
+    compiled = torch.compile(call, backend=backend, fullgraph=True, dynamic=True)
+    for length in (19, 23):
+        inputs = tuple(torch.randn(2, 3, length, 16) for _ in range(3))
+        torch.testing.assert_close(compiled(*inputs, scale, 0.0), call(*inputs, scale, 0.0))
+    (graph,) = backend.report.graphs
+    assert [match.rewritten for match in graph.matches] == [True], backend.why_not()
+    query = torch.ones(2, 3, 19, 16)
+    assert (compiled(query, query, query, scale, 1.0) == 0).all(), "another number is another graph"
+    assert len(backend.report.graphs) == 2
+
+
 ADDED: dict[str, tuple[Callable[..., Any], bool | None]] = {
     "number": (lambda scores, _: scores + 1.5, None),
     "number_behind_a_cap": (lambda scores, _: torch.tanh(scores) + 1.5, None),

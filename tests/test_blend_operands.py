@@ -82,7 +82,7 @@ def test_values_that_are_overwritten_are_read_before_or_not_at_all(lock: str) ->
     for function, codes in (
         (host_after_half, ("OPERAND_MUTATED",)),
         (host_after, ()),
-        (logits_between, ("OPERAND_MUTATED",)),
+        (logits_between, ()),  # what may share memory with the logits is read after them only
         (weight_between, ()),
     ):
         inputs = torch.randn(4, 9), torch.randn(4, 9), torch.tensor(0.4), torch.randn(4, 7)

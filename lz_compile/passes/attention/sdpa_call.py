@@ -13,6 +13,7 @@ from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of, broadcast_from, fresh, regroup
+from lz_compile.passes.formula.expressions import specialised
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.masks import finite as masks_finite
@@ -29,7 +30,7 @@ def match_sdpa_call(effects: Effects, call: Call, masks: Masks, finish: Finish) 
     """The attention that a call of SDPA computes; None where an argument is no tensor or no constant."""
     nodes = [call.get(name) for name in ("query", "key", "value")]
     tensors = [tensor_of(node) for node in nodes]
-    dropout_p, is_causal = call.get("dropout_p", 0.0), call.get("is_causal", False)
+    dropout_p, is_causal = specialised(call.get("dropout_p", 0.0)), call.get("is_causal", False)
     if any(tensor is None for tensor in tensors) or not isinstance(dropout_p, (int, float)):
         return None
     if not isinstance(is_causal, bool):

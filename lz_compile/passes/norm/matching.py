@@ -88,7 +88,7 @@ def _matched(read: Normalised) -> Match:
         RefusedError: someone else needs a value of it, a mode changes, or an operand is overwritten.
     """
     source = read.moments.source
-    core = find_core(read.moments.effects, source, read.output)
+    core = find_core(read.moments.effects, source, read.output, is_operand=True)
     core = replace(core, nodes=tuple(node for node in core.nodes if node is not source))
     _check_surroundings(read, core)
     return NormEmitter.of(read, core).match(OP, core)
@@ -100,7 +100,7 @@ def _check_surroundings(read: Normalised, core: Core) -> None:
     first = min(effects.position[node] for node in moments.squared)
     late = tuple(node for node in core.nodes if effects.position[node] >= first)
     edge = {moments.source, *recogniser.leaf_nodes(region)} - {*core.nodes}
-    readers = {node: region.readers.get(node, core.nodes[0]) for node in edge}
+    readers = {node: region.readers.get(node, core.nodes[0]) for node in edge} | {moments.source: core.nodes[0]}
     try:
         replace(core, nodes=late).check(effects, readers)
     except RefusedError as refusal:

@@ -110,7 +110,8 @@ def _measures(user: fx.Node, node: fx.Node) -> bool:
 def find_core(effects: Effects, first: fx.Node, output: fx.Node, *, is_operand: bool = False) -> Core:
     """The nodes on a path from ``first`` to ``output``; in-place results count as the tensor they overwrite.
 
-    With ``is_operand`` nobody computes ``first`` again, so that it may be overwritten before it is read.
+    With ``is_operand`` nobody computes ``first`` again, so that it may be overwritten before its first reader, the second
+    node.
     """
     start, depends = effects.position[first], {first: True}
     order: list[fx.Node] = []
@@ -138,9 +139,18 @@ def find_core(effects: Effects, first: fx.Node, output: fx.Node, *, is_operand: 
 
 
 def core_between(effects: Effects, edges: Iterable[fx.Node], inside: Container[fx.Node], output: fx.Node) -> Core:
-    """Of the nodes on paths from ``edges`` to ``output``, those that are ``inside``."""
+    """Of the nodes on paths from ``edges`` to ``output``, those that are ``inside``.
+
+    Raises:
+        RefusedError: an edge is overwritten after it was read first.
+    """
     firsts = dict.fromkeys(edges)  # in their order: the first that is at fault is told
-    cores = [find_core(effects, each, output) for each in firsts if effects.position[each] < effects.position[output]]
+    earlier = [each for each in firsts if effects.position[each] < effects.position[output]]
+    cores = [find_core(effects, each, output, is_operand=True) for each in earlier]
+    for first, reader in (core.nodes[:2] for core in cores):
+        writer = effects.overwritten_after(first, reader, output)
+        if writer is not None:
+            raise mutated(f"{told(first)} is overwritten by {told(writer)} before the output")
     between = {node for core in cores for node in core.nodes if node in inside}
     nodes = sorted(between - {*firsts, output}, key=effects.position.__getitem__)
     return Core((*nodes, output), effects.ambient(output))

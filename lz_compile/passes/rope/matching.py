@@ -70,6 +70,7 @@ def _rounds(call: Call) -> bool:
 def _checked(effects: Effects, rotation: Rotation, core: Core) -> Match | NearMiss:
     emitter = RopeEmitter.of(rotation, core)
     readers = {node: rotation.region.readers.get(node, core.nodes[0]) for node in emitter.edge()}
+    readers[rotation.source] = core.nodes[0]
     try:
         core.check(effects, readers)
         _check_tables(emitter, core)

@@ -115,7 +115,7 @@ def recognise(effects: Effects, output: fx.Node, known: Values) -> tuple[Rotatio
     """The rotation that ends in ``output``, and its nodes; ``known`` gives the values of constants."""
     for source in sources(effects, output):
         try:
-            core = find_core(effects, source, output)
+            core = find_core(effects, source, output, is_operand=True)
             nodes = tuple(node for node in core.nodes if node is not source)
             if not nodes or not all(is_read(effects.calls[node]) for node in nodes):
                 continue
