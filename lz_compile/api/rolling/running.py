@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from lz_compile.api.arguments import is_plain
+from lz_compile.api.rolling.asked import named
 from lz_compile.api.rolling.facts import (
     LEAST_STEPS,
     Answers,
@@ -76,6 +77,10 @@ class Support:
     state: str = LOOPS  # all that Dynamo guards
     trials: int = 0
     tried: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.name = named(self)
 
     def loop(self, file: str, line: int) -> int:
         """The number of a loop."""

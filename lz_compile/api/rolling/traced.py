@@ -60,8 +60,12 @@ from lz_compile.api.rolling.rows import (
 from lz_compile.api.rolling.running import LOOPS, SCANS, Run, Support
 from lz_compile.api.rolling.scanning import Step, scanned
 from lz_compile.api.rolling.syntax import NotRolledError
+from lz_compile.runtime.kernels.constraints import TORCH
 
 __all__ = ["appended", "cat", "holds", "inserted", "listed", "listed_in_front", "stack", "turned"]
+
+#: A state without a gradient in front of PyTorch's scan gets none in it, silently: there the first step is by itself.
+_LOSES_GRADIENTS = TORCH < (2, 13)
 
 
 def rolls(known: Support, key: int, place: str, given: Callable[[], Facts]) -> bool:
@@ -76,7 +80,7 @@ def rolls(known: Support, key: int, place: str, given: Callable[[], Facts]) -> b
         return False
     facts = given()
     if known.state == SCANS:
-        if is_undifferentiated(known) and is_grad_enabled() and (needs_gradients(facts) or trains(known)):
+        if is_undifferentiated(known.name) and is_grad_enabled() and (needs_gradients(facts) or trains(known.name)):
             tell(place, "it is differentiated here, and had no gradients where it was proven")
             return False
         if changes_numbers(facts):
@@ -85,7 +89,7 @@ def rolls(known: Support, key: int, place: str, given: Callable[[], Facts]) -> b
         if is_confined(place):
             return False
     *_, module = facts
-    if any(has_hooks(owner_of(module, path)) for path, *_ in plan_of(known, place) if path):
+    if any(has_hooks(owner_of(module, path)) for path, *_ in plan_of(known.name, place) if path):
         tell(place, "hooks may see attributes that it assigns")
         return False
     kind = kind_of(facts)
@@ -93,7 +97,7 @@ def rolls(known: Support, key: int, place: str, given: Callable[[], Facts]) -> b
         return False
     if not compiler.is_dynamo_compiling():  # ``torch.export`` runs this in Python
         return known.takes(key, kind, modules_in(facts))
-    return bool(is_like(known, key, kind))
+    return bool(is_like(known.name, key, kind))
 
 
 def owner_of(module: Any, path: Sequence[str]) -> Any:
@@ -118,8 +122,8 @@ def parts(known: Support, where: str, module: Any) -> list[tuple[Any, list[Any]]
 
     They are read in front of a scan: Dynamo (2.13) forgets what is assigned to modules that it comes to inside or behind it.
     """
-    owners = [owner_of(module, path) for path, *_ in plan_of(known, where)]
-    plan = plan_of(known, where)
+    owners = [owner_of(module, path) for path, *_ in plan_of(known.name, where)]
+    plan = plan_of(known.name, where)
     return [(owner, [getattr(owner, name) for name in each[2]]) for owner, each in zip(owners, plan, strict=True)]
 
 
@@ -127,8 +131,8 @@ def twin(known: Support, where: str, shared: Sequence[tuple[Any, Sequence[Any]]]
     """Twins of modules, the first one with the others below it, whose attributes nobody else sees."""
     made: dict[Any, Any] = {}
     left = [*states]
-    for i, (path, names, others, items, bound) in enumerate(plan_of(known, where)):
-        found: Any = twin_of(known, where, i)()
+    for i, (path, names, others, items, bound) in enumerate(plan_of(known.name, where)):
+        found: Any = twin_of(known.name, where, i)()
         for name, value in zip(others, shared[i][1], strict=True):
             setattr(found, name, value)
         for name in names:
@@ -258,11 +262,11 @@ def _scan(
     there = [i for i, (flag, _) in enumerate(handed) if flag]
     if len({handed[i][1] for i in there}) < len(there):
         raise NotRolledError("a step hands out to the same list more than once")
-    peels = peels or answers[0] != answers[1]
+    peels = peels or answers[0] != answers[1] or (_LOSES_GRADIENTS and is_grad_enabled())
     if is_compiling():
-        whole = [whole_of(known, key, i) for i in there]
-        peels = peels or is_peeled(known, key)
-        carry, ys = scanned(step, init, answers, items, steps, peels, whole, chunk_of(known))
+        whole = [whole_of(known.name, key, i) for i in there]
+        peels = peels or is_peeled(known.name, key)
+        carry, ys = scanned(step, init, answers, items, steps, peels, whole, chunk_of(known.name))
     else:
         carry, ys = known.scan(key, Run(step, init, answers, items, steps, peels), there)
     left = list(ys)
