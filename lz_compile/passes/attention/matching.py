@@ -17,13 +17,12 @@ from lz_compile.passes.attention.blocks import Blocks, Missed
 from lz_compile.passes.attention.emitter import AttentionEmitter, Finish
 from lz_compile.passes.attention.near_misses import unread
 from lz_compile.passes.attention.proven_masks import simplify
-from lz_compile.passes.attention.recogniser import OP, SOFTMAX, Weighing
+from lz_compile.passes.attention.recogniser import OP, SOFTMAX, Weighing, softmaxes_behind
 from lz_compile.passes.attention.roles import assign_roles
 from lz_compile.passes.attention.sdpa_call import match_sdpa_call
 from lz_compile.passes.attention.windows import windowed
 from lz_compile.passes.formula import contraction
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.pointwise import is_exponential
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, reshaped, told
 from lz_compile.passes.graph.view import Call, reached, tensor_of
@@ -48,7 +47,7 @@ def attentions(graph: fx.Graph, effects: Effects, masks: Masks, finish: Finish) 
 
     for found in driver.walk(graph.nodes, lambda node: _may_be_last(effects, node), once):
         if isinstance(found, NearMiss):
-            missed.append(Missed(found, frozenset(_softmaxes_behind(effects, found.node))))
+            missed.append(Missed(found, frozenset(softmaxes_behind(effects, found.node))))
         else:
             yield found
     told = Blocks(effects).told(missed)
@@ -140,13 +139,3 @@ def _behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
         if products <= 2:
             queue.extend((operand, products) for operand in current.all_input_nodes)
     return found
-
-
-def _softmaxes_behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
-    """Softmaxes that a refused contraction has been blamed for already."""
-
-    def above(each: fx.Node) -> list[fx.Node]:
-        return [] if effects.name(each) in contraction.PRODUCTS else each.all_input_nodes
-
-    behind = reached(node.all_input_nodes, above, 64)
-    return {each for each in behind if effects.name(each) in SOFTMAX or is_exponential(effects.calls.get(each))}

@@ -300,15 +300,20 @@ def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
             call = inner
 
 
+def softmaxes_behind(effects: Effects, node: fx.Node) -> set[fx.Node]:
+    """Softmaxes, and exponentials, that a contraction weighs with, up to the product before it."""
+
+    def above(each: fx.Node) -> list[fx.Node]:
+        return [] if effects.name(each) in contraction.PRODUCTS else each.all_input_nodes
+
+    behind = reached(node.all_input_nodes, above, 64)
+    return {each for each in behind if effects.name(each) in SOFTMAX or is_exponential(effects.calls.get(each))}
+
+
 def _is_meant(region: Region, call: Call) -> bool:
     """Whether exponentials of scores are behind a product: those of decays, as in a delta rule, make no attention."""
-
-    def above(node: fx.Node) -> list[fx.Node]:
-        return [] if region.effects.name(node) in contraction.PRODUCTS else node.all_input_nodes
-
-    behind = (region.effects.calls.get(node) for node in reached(call.node.all_input_nodes, above))
-    weights = [each for each in behind if each is not None and (each.name in SOFTMAX or is_exponential(each))]
-    return any(region.reaches(node, SCORES, each.node) for each in weights for node in each.node.all_input_nodes)
+    found = softmaxes_behind(region.effects, call.node)
+    return any(region.reaches(node, SCORES, each) for each in found for node in each.all_input_nodes)
 
 
 def _unclear(region: Region, call: Call, error: LayoutError) -> NearMiss | None:

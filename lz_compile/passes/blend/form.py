@@ -212,14 +212,11 @@ class Forms:
 
     def _is_residual_connection(self, *nodes: fx.Node) -> bool:
         """Whether one of two values is computed from the other: a layer's output beside its input, no two branches."""
-        first, last = sorted(nodes, key=self.effects.position.__getitem__)
-
-        def behind(node: fx.Node) -> list[fx.Node]:
-            return [
-                each for each in node.all_input_nodes if self.effects.position[each] >= self.effects.position[first]
-            ]
-
-        return first in reached([last], behind)
+        position = self.effects.position
+        first, last = sorted(nodes, key=position.__getitem__)
+        return first in reached(
+            [last], lambda node: [x for x in node.all_input_nodes if position[x] >= position[first]]
+        )
 
     def _are_of_one(self, *nodes: fx.Node) -> bool:
         """Whether all are functions of the elements of one tensor, as an activation by cases is, and of numbers."""
