@@ -577,3 +577,21 @@ def test_decayed_keys_times_a_matrix_that_was_solved_in_place_are_told_of_nowher
     got = torch.compile(decayed, backend=backend, fullgraph=True)(*inputs)
     torch.testing.assert_close(got, decayed(*inputs))
     assert [miss for miss in backend.report.near_misses if miss.op == "attention"] == [], backend.why_not()
+
+
+DIVIDING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum_over_each": lambda s, sink: (s.exp().sum(-1, keepdim=True) / s.exp()).reciprocal(),
+    "sink_over_each": lambda s, sink: 1 / (s.exp().sum(-1, keepdim=True) * (-s).exp() + (sink - s).exp()),
+    "rest_over_each": lambda s, sink: 1 / (1 + (s.exp().sum(-1, keepdim=True) - s.exp()) / s.exp()),
+    "logarithm": lambda s, sink: 1 / ((s.logsumexp(-1, True) - s).exp() + (sink - s).exp()),
+}
+
+
+@pytest.mark.parametrize("name", DIVIDING)
+def test_exponentials_that_only_divide_are_a_softmax_where_each_summand_has_one(name: str) -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor, sink: Tensor) -> Tensor:
+        return DIVIDING[name](query @ key.mT / 4, sink) @ value
+
+    inputs = normal(2, 4, 9, 16), normal(2, 4, 13, 16), normal(2, 4, 13, 16), normal(4, 1, 1)
+    backend = compiled(Variant(attention, inputs))
+    assert attentions(backend) == [True], backend.why_not()

@@ -40,3 +40,17 @@ def test_an_op_is_found_along_a_dimension_that_is_an_input(function: Any, dims: 
         torch.testing.assert_close(compiled(Q, dim), function(Q, dim))
     assert len(backend.report.graphs) == 2, "each has a graph of its own"
     assert [match.rewritten for match in backend.report.matches] == [True, True], backend.why_not()
+
+
+def test_what_a_program_asserts_of_a_number_from_data_is_asserted_in_each_call() -> None:
+    def program(x: Tensor, count: Tensor) -> Tensor:
+        number = count.sum().item()
+        return norm(x, -1) + torch.ones(number)[:, None]
+
+    backend = Rewriting(lock={"norm": "torch.norm"}, strict=True)
+    with torch._dynamo.config.patch(capture_scalar_outputs=True):
+        compiled = torch.compile(program, backend=backend, fullgraph=True)
+        torch.testing.assert_close(compiled(Q, torch.tensor([4, 5])), program(Q, torch.tensor([4, 5])))
+        assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+        with pytest.raises(RuntimeError, match="Runtime assertion failed"):
+            compiled(Q, torch.tensor([4, 4]))

@@ -62,14 +62,29 @@ def read(region: Region, node: fx.Node, dims: Dims, reader: fx.Node, keys: tuple
     is_divided = normalised is not None and any(
         _is_of_softmax(region, each) for each in _sums(region, expression, keys)
     )
-    above = expression.replace(lambda x: x.is_Pow and x.exp.is_negative, lambda _: sympy.S.One)  # a sigmoid has none
     if normalised is not None and not is_divided:
         found = _from_softmax(region, expression, normalised, keys)
-    elif is_divided or any(region.axes_in(each) & set(atoms(keys)) for each in above.atoms(sympy.exp)):
+    elif is_divided or _grows_exponentially(region, expression, keys):
         found = _from_exponential(region, expression, dims, keys)
     else:
         return None
     return replace(found, dropout_p=dropout_p, zero_rows=zero_rows or found.zero_rows)
+
+
+def _grows_exponentially(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> bool:
+    """Whether there is an exponential of the keys above a fraction line, or in every summand below one: that is ``exp(s)``.
+
+    ``1 + exp(-s)`` divides in a sigmoid, and ``(total + exp(t)) * exp(-s)``, multiplied out, in a softmax beside a sink.
+    """
+
+    def has_one(part: sympy.Expr) -> bool:
+        return any(region.axes_in(each) & set(atoms(keys)) for each in part.atoms(sympy.exp))
+
+    def only_divides(part: sympy.Expr) -> bool:
+        is_divisor = part.is_Pow and part.exp.is_negative and has_one(part.base)
+        return is_divisor and not all(map(has_one, sympy.Add.make_args(sympy.expand(part.base))))
+
+    return has_one(expression) and has_one(expression.replace(only_divides, lambda _: sympy.S.One))
 
 
 def _strip_dropout(expression: sympy.Expr) -> tuple[sympy.Expr, float]:
