@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 import lz_compile as lz
+from lz_compile.ground.events import collect
 from lz_compile.tools import command_line
 
 
@@ -82,6 +83,25 @@ def rolled() -> None:
         _check(loops == [True], f"expected one loop, rolled, received {loops}")
 
 
+def call() -> None:
+    """The same by ``lz.roll_loops``, which proves with an example that one step, traced for all lengths, trains as well."""
+
+    def model(drive: Tensor, weight: Tensor) -> Tensor:
+        state, states = torch.zeros_like(drive[:, 0]), []
+        for step in range(drive.shape[1]):
+            state = torch.tanh(state @ weight + drive[:, step])
+            states.append(state)
+        return torch.stack(states, 1)
+
+    weight = (torch.randn(8, 8) / 8).requires_grad_()
+    with collect() as events:
+        asked = lz.roll_loops(model, torch.randn(2, 20, 8), weight)
+    _check(not events, f"expected a loop that is rolled, received {events}")
+    _alike(asked, [torch.randn(2, 31, 8, requires_grad=True), weight], {})
+    loops = [loop.rolled for report in lz.reports() for loop in report.loops]
+    _check(loops == [True], f"expected one loop, rolled, received {loops}")
+
+
 def sampling() -> None:
     """Top-k and temperature before a softmax, and a draw of our own."""
 
@@ -126,7 +146,7 @@ def doctor() -> None:
 
 #: Issues of an installation that is new, or that has no GPU.
 EXPECTED = ("NOT_MEASURED", "GPU_NOT_USABLE")
-CHECKS = (attention, norm, loop, rolled, sampling, explain, tune, doctor)
+CHECKS = (attention, norm, loop, rolled, call, sampling, explain, tune, doctor)
 
 
 def main() -> int:
