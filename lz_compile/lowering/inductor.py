@@ -196,7 +196,8 @@ def _reads_in_time(
 
 
 def _compile_loops(module: fx.GraphModule, inputs: Sequence[Any], **given: Any) -> Any:
-    if given.get("cpp_wrapper") or not _is_looping(module) or _has_quotes(module):
+    is_wrapped = torch.__version__ < "2.12" or bool(given.get("cpp_wrapper"))  # 2.11 hands a loop too few inputs there
+    if is_wrapped or not _is_looping(module) or _has_quotes(module):
         return compile_fx_inner(module, inputs, **given)
     kept = module
     try:
