@@ -44,12 +44,12 @@ def test_an_option_without_our_prefix_is_inductors_and_told_where_only_we_have_o
 @pytest.mark.parametrize(
     ("name", "hint"),
     [
-        ("strickt", " (did you mean 'strict'?)"),
-        ("lcok", " (did you mean 'lock'?)"),
-        ("Dump", " (did you mean 'dump'?)"),
+        ("strickt", " (did you mean 'layerzero.strict'?)"),
+        ("lcok", " (did you mean 'layerzero.lock'?)"),
+        ("Dump", " (did you mean 'layerzero.dump'?)"),
         ("nothing_like_it", ""),
         ("", ""),
-        ("strict.strict", " (did you mean 'strict'?)"),
+        ("strict.strict", " (did you mean 'layerzero.strict'?)"),
     ],
 )
 def test_an_unknown_name_gives_the_nearest_or_all_valid_ones(name, hint):

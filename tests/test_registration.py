@@ -396,6 +396,26 @@ def test_a_traceable_function_may_make_tensors_of_numbers():
     assert sum(node.target is torch.arange for node in graph.graph.nodes) >= 2
 
 
+WRITING = {
+    "method": lambda scores, scale: scores.mul_(scale),
+    "view": lambda scores, scale: scores.view(-1).mul_(scale),
+    "out": lambda scores, scale: torch.mul(scores, scale, out=scores),
+    "foreach": lambda scores, scale: torch._foreach_mul_([scores], scale),
+}
+
+
+@pytest.mark.parametrize("name", WRITING)
+def test_a_traceable_function_may_write_into_what_it_made(name):
+    def writing(x, attrs):
+        scores, out = x.query @ x.key.mT, torch.empty(x.query.shape)
+        WRITING[name](scores, attrs.scale)
+        out.copy_(scores.softmax(-1) @ x.value)
+        return out
+
+    register(writing, is_traceable=True)
+    compiled(attention, *operands())
+
+
 def test_a_traceable_function_may_have_gradients():
     register(sdpa, is_traceable=True, supports=["training"])
     backend = compiled(attention, *operands(requires_grad=True))

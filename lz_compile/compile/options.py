@@ -138,8 +138,8 @@ def split(options: Mapping[str, Any] | None, mode: str | None = None) -> tuple[O
     _check_prefixes(rest, valid)
     for name, value in ours.items():
         if name not in valid:
-            near = nearest(name, valid) or f"; valid are {', '.join(PREFIX + option for option in valid)}"
-            raise OptionError(f"reading options: no option '{PREFIX}{name}'{near}")
+            near, names = nearest(name, valid).replace("'", f"'{PREFIX}", 1), ", ".join(PREFIX + each for each in valid)
+            raise OptionError(f"reading options: no option '{PREFIX}{name}'{near or f'; valid are {names}'}")
         is_truth = isinstance(value, bool) and bool not in _TYPES[name]
         if not isinstance(value, _TYPES[name]) or is_truth or value != value:  # noqa: PLR0124  # NaN
             wanted = " or ".join(_WORDS.get(kind, kind.__name__) for kind in _TYPES[name])

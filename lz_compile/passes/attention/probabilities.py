@@ -82,7 +82,7 @@ def _grows_exponentially(region: Region, expression: sympy.Expr, keys: tuple[Axi
 
     def only_divides(part: sympy.Expr) -> bool:
         is_divisor = part.is_Pow and part.exp.is_negative and has_one(part.base)
-        return is_divisor and not all(map(has_one, sympy.Add.make_args(sympy.expand(part.base))))
+        return is_divisor and not all(map(has_one, sympy.Add.make_args(sympy.expand_mul(part.base))))
 
     return has_one(expression) and has_one(expression.replace(only_divides, lambda _: sympy.S.One))
 

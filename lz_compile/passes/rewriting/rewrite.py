@@ -16,6 +16,7 @@ from lz_compile.passes.formula.moves import strides_matter
 from lz_compile.passes.graph.emitter import provenance
 from lz_compile.passes.graph.modes import faking
 from lz_compile.passes.graph.view import known_tensor, read, tensor_of
+from lz_compile.passes.graph.writes import writes
 from lz_compile.passes.rewriting.builder import Builder, GraphBuilder, Making
 from lz_compile.passes.rewriting.match import Match
 
@@ -176,9 +177,15 @@ def _emit(
     except BaseException:
         _unmade(graph, builder.created)
         raise
-    needed = {*results, *(node for node in builder.created if node.is_impure(impure_random=False))}
+    needed = {*results, *(node for node in builder.created if _is_done_for_more(node))}
     unused = [node for node in reversed(builder.created) if node not in needed and _erase_if_unused(graph, node)]
     return results, [node for node in builder.created if node not in unused]
+
+
+def _is_done_for_more(node: fx.Node) -> bool:
+    """Whether a call does something beside what it gives, such as to write into a tensor that a kernel made."""
+    call = read(node)
+    return node.is_impure(impure_random=False) or (call is not None and writes(call))
 
 
 def _unmade(graph: fx.Graph, nodes: Sequence[fx.Node]) -> None:
