@@ -344,25 +344,39 @@ def test_figures_are_of_the_last_batch_whoever_ran_it() -> None:
     assert float(blender.state_dict()["figures"][1]) == pytest.approx(0.9)
 
 
-def test_a_blend_after_a_write_that_may_be_to_its_operands_is_matched_as_its_near_miss_says() -> None:
+def test_a_blend_around_a_write_that_may_be_to_its_operands_is_matched_as_its_near_miss_says() -> None:
     def early(host: Tensor, seed: Tensor, alpha: Tensor, note: Tensor) -> Tensor:
-        note.copy_(alpha.mean())
+        note.copy_(alpha.mean() + 1)
         return alpha * seed + (1 - alpha) * host.detach()
+
+    def amid(host: Tensor, seed: Tensor, alpha: Tensor, note: Tensor) -> Tensor:
+        own = alpha * seed
+        note.copy_(alpha.mean() + 1)
+        return own + (1 - alpha) * host.detach()
 
     def late(host: Tensor, seed: Tensor, alpha: Tensor, note: Tensor) -> Tensor:
         out = alpha * seed + (1 - alpha) * host.detach()
-        note.copy_(alpha.mean())
+        note.copy_(alpha.mean() + 1)
         return out
 
-    given = (*torch.randn(2, 4, 6), torch.tensor(0.3), torch.zeros(()))
+    tensors = torch.randn(2, 4, 6)
+
+    def given(is_same: bool) -> tuple[Tensor, ...]:
+        alpha = torch.tensor([0.3])
+        return *tensors, alpha, alpha[:] if is_same else torch.zeros(1)
+
     backend = Rewriting(lock={"blend": "torch.blend"})
-    torch.compile(early, backend=backend, fullgraph=True)(*given)
+    torch.compile(amid, backend=backend, fullgraph=True)(*given(is_same=False))
     (miss,) = backend.report.near_misses
     assert "memory of which copy_ (" in str(miss.reason), miss
     assert miss.edit.startswith("overwrite it after the last use of this result")
-    backend = Rewriting(lock={"blend": "torch.blend"})
-    torch.compile(late, backend=backend, fullgraph=True)(*given)
-    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    for blend in (early, late):
+        for is_same in (False, True):
+            torch._dynamo.reset()
+            backend = Rewriting(lock={"blend": "torch.blend"})
+            found = torch.compile(blend, backend=backend, fullgraph=True)(*given(is_same))
+            assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+            torch.testing.assert_close(found, blend(*given(is_same)))
 
 
 def test_a_percentile_is_near_the_exact_one() -> None:

@@ -250,7 +250,7 @@ def test_tune_hands_on_what_it_is_given(capsys, monkeypatch):
 
 
 def test_a_budget_that_is_used_up_at_once_has_done_nothing_of_all(capsys):
-    code, out, err = run(capsys, *"tune attention.causal --seq-lens 16 --budget -1 --device cpu".split())
+    code, out, err = run(capsys, *"tune attention.causal --seq-lens 16 --budget 0 --device cpu".split())
     assert code == 0
     assert "0 measured, 0 known before, 1 remain" in out
     assert "0/1" in err

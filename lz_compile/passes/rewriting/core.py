@@ -128,7 +128,7 @@ def find_core(effects: Effects, first: fx.Node, output: fx.Node, *, is_operand: 
             made = (each for each in inputs if depends[each] and not (is_operand and each is first))
             read = next((each for each in made if effects.is_opaque(each, node)), None)
             if read is not None:
-                raise _overwritten(effects, read, node)
+                raise _overwritten(read, effects.overwritten_after(read, read, node), node)
         if depends[node]:
             order.append(node)
         return depends[node]
@@ -150,15 +150,14 @@ def core_between(effects: Effects, edges: Iterable[fx.Node], inside: Container[f
     for first, reader in (core.nodes[:2] for core in cores):
         writer = effects.overwritten_after(first, reader, output)
         if writer is not None:
-            raise mutated(f"{told(first)} is overwritten by {told(writer)} before the output")
+            raise _overwritten(first, writer, output)
     between = {node for core in cores for node in core.nodes if node in inside}
     nodes = sorted(between - {*firsts, output}, key=effects.position.__getitem__)
     return Core((*nodes, output), effects.ambient(output))
 
 
-def _overwritten(effects: Effects, read: fx.Node, reader: fx.Node) -> RefusedError:
+def _overwritten(read: fx.Node, writer: fx.Node | None, reader: fx.Node) -> RefusedError:
     """That memory of a value may have changed before it is read; of two inputs of a graph, nobody knows."""
-    writer = effects.overwritten_after(read, read, reader)
     assert writer is not None, "somebody overwrote it"
     text = (
         f"{told(reader)} reads {told(read)}, memory of which {told(writer)} overwrites, or may overwrite, before that"
