@@ -64,38 +64,31 @@ def loop() -> None:
     _same(model, [torch.randn(2, 20, 16, requires_grad=True) for _ in range(2)], "scan", "lz.rolled_scan")
 
 
+def recurrence(drive: Tensor, weight: Tensor) -> Tensor:
+    """Of which no kernel computes anything."""
+    state, states = torch.zeros_like(drive[:, 0]), []
+    for step in range(drive.shape[1]):
+        state = torch.tanh(state @ weight + drive[:, step])
+        states.append(state)
+    return torch.stack(states, 1)
+
+
 def rolled() -> None:
     """A recurrence that no kernel computes, forward and backward: rolled up, and run by PyTorch's own ``scan``."""
-
-    def model(drive: Tensor, weight: Tensor) -> Tensor:
-        state, states = torch.zeros_like(drive[:, 0]), []
-        for step in range(drive.shape[1]):
-            state = torch.tanh(state @ weight + drive[:, step])
-            states.append(state)
-        return torch.stack(states, 1)
-
     for is_graded in (True, False):
         weight = (
             torch.randn(8, 8) / 8
         ).requires_grad_()  # larger ones are chaotic: they make differences of rounding errors
-        _alike(model, [torch.randn(2, 20, 8, requires_grad=is_graded), weight], {})
+        _alike(recurrence, [torch.randn(2, 20, 8, requires_grad=is_graded), weight], {})
         loops = [loop.rolled for report in lz.reports() for loop in report.loops]
         _check(loops == [True], f"expected one loop, rolled, received {loops}")
 
 
 def call() -> None:
     """The same by ``lz.roll_loops``, which proves with an example that one step, traced for all lengths, trains as well."""
-
-    def model(drive: Tensor, weight: Tensor) -> Tensor:
-        state, states = torch.zeros_like(drive[:, 0]), []
-        for step in range(drive.shape[1]):
-            state = torch.tanh(state @ weight + drive[:, step])
-            states.append(state)
-        return torch.stack(states, 1)
-
     weight = (torch.randn(8, 8) / 8).requires_grad_()
     with collect() as events:
-        asked = lz.roll_loops(model, torch.randn(2, 20, 8), weight)
+        asked = lz.roll_loops(recurrence, torch.randn(2, 20, 8), weight)
     _check(not events, f"expected a loop that is rolled, received {events}")
     _alike(asked, [torch.randn(2, 31, 8, requires_grad=True), weight], {})
     loops = [loop.rolled for report in lz.reports() for loop in report.loops]

@@ -16,13 +16,17 @@ from lz_compile.passes.graph.view import value_of
 
 
 def write_out(graph: fx.Graph) -> int:
-    """Give calls the numbers themselves, those of other graphs excepted: they take them as inputs; how many there were."""
+    """Give calls the numbers themselves, those of other graphs excepted: they take them as inputs; how many calls."""
     values = {node: value for node in graph.nodes if isinstance(value := value_of(node), SymInt)}
     found: dict[fx.Node, Size] = {
         node: as_size(value) for node, value in values.items() if not free_unbacked_symbols(value.node._expr)
     }
     known = {node: size for node, size in found.items() if isinstance(size, int)}
-    for user in dict.fromkeys(user for node in known for user in node.users):
-        if user.op in ("call_function", "call_method") and not isinstance(user.target, HigherOrderOperator):
-            user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda each: known.get(each, each))
-    return len(known)
+    users = [
+        user
+        for user in dict.fromkeys(user for node in known for user in node.users)
+        if user.op in ("call_function", "call_method") and not isinstance(user.target, HigherOrderOperator)
+    ]
+    for user in users:
+        user.args, user.kwargs = fx.map_arg((user.args, user.kwargs), lambda each: known.get(each, each))
+    return len(users)
