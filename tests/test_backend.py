@@ -176,7 +176,7 @@ def test_an_unknown_option_of_ours_names_the_valid_ones_and_the_nearest():
     with pytest.raises(BackendCompilerFailed) as failure:
         compiled(options={"layerzero.strickt": True})(*operands())
     assert isinstance(failure.value.inner_exception, OptionError)
-    assert "no option 'layerzero.strickt' (did you mean 'strict'?)" in str(failure.value)
+    assert "no option 'layerzero.strickt' (did you mean 'layerzero.strict'?)" in str(failure.value)
 
 
 def test_an_unknown_option_of_inductor_is_reported_in_inductors_words():
