@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import lz_compile as lz
 from lz_compile.ground import events
-from lz_compile.lowering.attributes import encode
+from lz_compile.lowering.attributes import decode, encode
 from lz_compile.lowering.kernels.scan import cpp_ahead, cpp_launch, rolled
 from lz_compile.lowering.kernels.scan.computed import compute_while_scanning
 from lz_compile.lowering.kernels.scan.cpp_terms import FUNCTIONS, Recipe
@@ -62,10 +62,13 @@ def test_lines_over_any_leaves_give_what_pytorch_computes(seed: int, dtype: torc
     kinds = [dtype] * count if chance.random() < 0.5 else [dtype, *([torch.bfloat16] * (count - 1))]
     leaves = [torch.randn(B, 2, T, N, 1, dtype=dtype), torch.randn(1, 1, T, 1, D, dtype=dtype)]
     leaves += [leaf(chance, each) for each in kinds]
-    names = chance.choice([("decay",), ("drive",), ("decay", "drive")])
-    recipe = Recipe(**{name: (*lines(chance, len(leaves)),) for name in names})
+    names = chance.choice([("decay",), ("drive",), ("decay", "drive"), ("right",), ("decay", "right")])
+    recipe = Recipe(last=chance.random() < 0.7, **{name: (*lines(chance, len(leaves)),) for name in names})
+    left = {"left": torch.randn(B, 2, T, N, N, dtype=dtype)} if "right" in names else {}
     query = torch.randn(B, 2, T, 1, N, dtype=dtype)
-    x = Operands(query=query, **({"decay": torch.rand(B, 2, T, N, 1, dtype=dtype)} if "decay" not in names else {}))
+    x = Operands(
+        query=query, **left, **({"decay": torch.rand(B, 2, T, N, 1, dtype=dtype)} if "decay" not in names else {})
+    )
     attrs = ScanAttrs(compute_dtype=dtype, out_dtype=dtype, state_dtype=dtype)
     given = (*x.flat(), leaves, encode(recipe), encode(attrs), 3, True)
     with events.collect() as happened:
@@ -225,9 +228,16 @@ def read_again(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Any:
     return scanned(decay, fed, c), decay.sum()
 
 
-def as_large(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
-    decay = torch.exp(dt[..., None] * a).transpose(2, 3).cumsum(1)
-    return scanned(torch.exp(-decay), (x[..., None] * b[:, :, None]).transpose(2, 3), c)
+def made_of_two(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    """Two tensors as large as their product would be written to memory in place of it."""
+    decay = torch.exp(dt[..., None] * a).transpose(2, 3)
+    return scanned(decay.cumsum(1) * decay.cos(), (x[..., None] * b[:, :, None]).transpose(2, 3), c)
+
+
+def column_by_column(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    """Of a tensor as large as it, in another order: read where it lies, every number would come by itself."""
+    decay = torch.exp(-(dt[..., None] * a).cumsum(1)).transpose(2, 3)
+    return scanned(decay, (x[..., None] * b[:, :, None]).transpose(2, 3), c)
 
 
 def rounded(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
@@ -236,8 +246,8 @@ def rounded(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
 
 
 def unknown(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
-    decay = torch.where(dt[..., None] > 0.5, torch.tanh(dt[..., None] * a), 0.0)
-    return scanned(decay.transpose(2, 3), (x[..., None] * b[:, :, None]).transpose(2, 3), c)
+    decay = torch.where(dt[..., None, :] > 0.5, torch.tanh(dt[..., None, :] * a.T), 0.0)
+    return scanned(decay, (x[..., None] * b[:, :, None]).transpose(2, 3), c)
 
 
 def cut(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
@@ -252,7 +262,9 @@ def infinite(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "model", [read_again, as_large, rounded, unknown, cut, infinite], ids=lambda each: each.__name__
+    "model",
+    [read_again, made_of_two, column_by_column, rounded, unknown, cut, infinite],
+    ids=lambda each: each.__name__,
 )
 def test_what_somebody_else_reads_or_is_no_arithmetic_is_given(model: Model) -> None:
     given = inputs()
@@ -274,19 +286,73 @@ def test_a_graph_that_writes_to_memory_before_the_scan_is_left_alone() -> None:
     assert module.graph.find_nodes(op="call_function", target=GIVEN)
 
 
-def test_scans_without_rows_and_those_that_share_a_factor_stay_as_they_are() -> None:
+def test_factors_that_two_scans_share_and_those_that_rows_share_stay_as_they_are() -> None:
     def twice(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
         decay, fed = torch.exp(dt[..., None] * a).transpose(2, 3), (x[..., None] * b[:, :, None]).transpose(2, 3)
         return scanned(decay, fed, c) + scanned(decay, fed, b)
 
-    def rowless(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
-        decay, drive = (dt[:, :, None, None] * each for each in (x[:1, :, None, None], x[:, :1, None, None]))
-        return rolled.scan(Operands(decay=decay.transpose(1, 2), drive=drive.transpose(1, 2)), ScanAttrs())[0]
+    def for_all_rows(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+        """Computed by the scan, each would be computed for every row again."""
+        return scanned(torch.exp(dt * x)[:, :, None], torch.sigmoid(dt)[:, :, None], c)
 
-    for model in (twice, rowless):
-        before, after = traced(model, inputs())
-        assert not after.graph.find_nodes(op="call_function", target=COMPUTED)
-        assert len(after.graph.nodes) == len(before.graph.nodes)
+    for model in (twice, for_all_rows):
+        _, after = traced(model, inputs())
+        for call in after.graph.find_nodes(op="call_function", target=COMPUTED):
+            assert decode(Recipe, call.args[len(Operands.names) + 1]) == Recipe(last=False)
+
+
+def averaged(x: Tensor, dt: Tensor) -> Any:
+    decay = 1 - dt
+    return rolled.scan(Operands(decay=decay[:, None, :, None], drive=(dt * x)[:, None, :, None]), ScanAttrs())
+
+
+def gated_average(x: Tensor, dt: Tensor) -> Any:
+    """The gate takes longer to compute than to read, and is computed once."""
+    gate = torch.sigmoid(dt)
+    return rolled.scan(Operands(decay=(1 - gate)[:, None, :, None], drive=(gate * x)[:, None, :, None]), ScanAttrs())
+
+
+def updated(x: Tensor, dt: Tensor) -> Any:
+    keys = x[:, None, :, None, :N]
+    return rolled.scan(Operands(left=keys, right=(dt * x - x)[:, None, :, None], query=keys), ScanAttrs())
+
+
+@pytest.mark.parametrize("reads_last", [False, True])
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [(averaged, {"decay", "drive"}), (gated_average, {"decay", "drive"}), (updated, {"right"})],
+    ids=["averaged", "gated", "updated"],
+)
+def test_what_is_as_large_is_computed_by_the_scan_and_a_last_state_is_left_out(
+    model: Model, names: set[str], reads_last: bool
+) -> None:
+    given = inputs()[:2]
+    before, after = traced(model if reads_last else lambda *given: model(*given)[0], given)
+    (call,) = after.graph.find_nodes(op="call_function", target=COMPUTED)
+    recipe = decode(Recipe, call.args[len(Operands.names) + 1])
+    assert recipe.given().keys() == names
+    assert recipe.last == reads_last
+    assert len(after.graph.find_nodes(op="call_function", target=torch.ops.aten.sigmoid.default)) == (
+        model is gated_average
+    )
+    torch.testing.assert_close(after(*given), before(*given), rtol=1e-5, atol=1e-6)
+    assert call.target(*rolled_inputs(call, after, given))[1].shape[2] == (
+        recipe.last and (N if "right" in names else 1)
+    )
+
+
+def rolled_inputs(call: fx.Node, module: fx.GraphModule, given: tuple[Tensor, ...]) -> tuple[Any, ...]:
+    """What a call is given."""
+    found: list[Any] = []
+
+    class Reading(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            if n is call:
+                found.append(self.fetch_args_kwargs_from_env(n)[0])
+            return super().run_node(n)
+
+    Reading(module).run(*given)
+    return found[0]
 
 
 # ---- compiled --------------------------------------------------------------------------------------------------------

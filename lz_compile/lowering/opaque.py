@@ -80,13 +80,14 @@ def opaque(
         if known.identity != identity:
             raise OperatorRedefinedError(f"{_NAMESPACE}::{name}", function)
         return known.operator
-    run = function if fallback is None else guarded(kernel_id or name, function, fallback)
+    run = _waiting(function) if fallback is None else guarded(kernel_id or name, function, fallback)
     unsafe = () if is_cuda_graph_safe else (torch.Tag.cudagraph_unsafe,)
-    kernel = _define_kernel(f"{name}_kernel", function, _without_gradients(name, run), fake, unsafe)
+    kernel = _define_kernel(f"{name}_kernel", function, run, _without_gradients(name, run), fake, unsafe)
     call = _without_gradients(name, kernel)
     if backward is not None:
         full = f"{name}_backward"
-        reverse = _define_kernel(full, backward, _recording(full, backward), _gradients_like(full, kernel), unsafe)
+        back = _recording(full, _waiting(backward))
+        reverse = _define_kernel(full, backward, back, back, _gradients_like(full, kernel), unsafe)
         pass_autograd(full)
         call = _differentiable(name, kernel, reverse)
         record(f"{name}_kernel", functools.partial(_Recorded.apply, kernel, reverse))
@@ -113,13 +114,13 @@ def _define_kernel(
     name: str,
     function: Callable[..., Any],
     run: Callable[..., Any],
+    checked: Callable[..., Any],
     fake: Callable[..., Any],
     tags: tuple[torch.Tag, ...],
 ) -> torch._ops.OpOverload:
-    """What tracing leaves in a graph, with the signature of ``function``."""
+    """What tracing leaves in a graph, with the signature of ``function``; ``run`` is called where no gradient is recorded."""
     schema = torch.library.infer_schema(function, mutates_args=())
-    run = _waiting(run)
-    operator = _define(name, schema, (*_TAGS, *tags), run, "CompositeExplicitAutograd")
+    operator = _define(name, schema, (*_TAGS, *tags), checked, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
     operator.directly = _directly(operator, run)  # type: ignore[attr-defined]  # what Inductor's code calls
     return operator

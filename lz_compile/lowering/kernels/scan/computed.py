@@ -1,13 +1,14 @@
-"""Finds what a scan could compute itself, in a graph that Inductor compiles next: products larger than their factors.
+"""Finds what a scan could compute itself, in a graph that Inductor compiles next: what is only made to be scanned.
 
-A factor or summand is followed upwards, with which of its dimensions is batch, head, step, row or column of the state.
-What has fewer of these is a leaf, which the scan reads; arithmetic in between becomes lines of a :class:`Recipe`.
+An operand is followed upwards, with which of its dimensions is batch, head, step, row or column of the state. What has
+fewer of these, or is there anyway, is a leaf, which the scan reads; arithmetic in between becomes lines of a :class:`Recipe`.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -17,7 +18,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import is_one, shape_of
 from lz_compile.lowering.attributes import encode
-from lz_compile.lowering.kernels.scan.cpp_terms import FUNCTIONS, Line, Recipe, compute_dtype
+from lz_compile.lowering.kernels.scan.cpp_terms import COMPUTED, FUNCTIONS, Line, Recipe, compute_dtype
 from lz_compile.lowering.ops.scan import Operands
 
 #: For each dimension of a tensor, which one it is of the scan's: batch, head, step, row or column (0 to 4), or of size one.
@@ -32,6 +33,7 @@ _ARITHMETIC: Mapping[Any, str] = {
     for overload in (getattr(getattr(_aten, name), each, None) for each in ("default", "Tensor"))
     if overload is not None
 }
+_WIDENED = torch.ops.prims.convert_element_type.default
 #: What adds and removes dimensions of size one, and may do more.
 _RESHAPES = frozenset(
     {
@@ -41,19 +43,31 @@ _RESHAPES = frozenset(
 )
 
 
+#: What takes longer to compute than to read.
+_SLOW = frozenset({_aten.exp.default, _aten.sigmoid.default})
+#: Calls whose results are in memory, whoever reads them.
+_IN_MEMORY = frozenset(
+    {operator.getitem, _aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.convolution.default}
+)
+
+
 class _NotSmallerError(Exception):
-    """An operand is not made of smaller tensors, or not by arithmetic that the scan knows."""
+    """An operand is not made of smaller tensors, or of those that are there, or not by arithmetic that the scan knows."""
 
 
 @dataclass
 class _Reading:
-    """One operand: its leaves (shared with the other one), its lines, and the calls that they stand for."""
+    """One operand: its leaves (shared with others), its lines, the calls that they stand for, and leaves as large as it.
+
+    Of the last, ``made`` are those that Inductor would not have written to memory.
+    """
 
     full: frozenset[int]
     dtype: torch.dtype
     leaves: _Leaves
     lines: list[Line] = field(default_factory=list)
     calls: set[fx.Node] = field(default_factory=set)
+    made: set[fx.Node] = field(default_factory=set)
     known: dict[tuple[fx.Node, Dims], str] = field(default_factory=dict)
 
     def value(self, given: Any, dims: Dims) -> str | float:
@@ -70,28 +84,45 @@ class _Reading:
 
     def _read(self, node: fx.Node, dims: Dims) -> str:
         value = node.meta.get("val")
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        if not _is_floating(value):
             raise _NotSmallerError
-        if frozenset(dims) - {None} != self.full:
-            return self.leaves.setdefault(_viewed(node, dims), f"x{len(self.leaves)}")
+        is_whole = frozenset(dims) - {None} == self.full
+        leaf, of_leaf = _viewed(node, dims)
+        if not is_whole or not self._is_computed(leaf, of_leaf):
+            if is_whole and not is_one(leaf.meta["val"].stride(of_leaf.index(_COLUMN))):
+                raise _NotSmallerError
+            if is_whole and leaf.op == "call_function" and leaf.target not in _IN_MEMORY:
+                self.made.add(leaf)
+            return self.leaves.setdefault((leaf, of_leaf), f"x{len(self.leaves)}")
         self.calls.add(node)
-        if node.target is torch.ops.prims.convert_element_type.default:
-            return self._widened(node, dims)
+        if node.target is _WIDENED:
+            return str(self.value(node.args[0], dims))
         moved = _moved(node, dims)
         if moved is not None:
             return str(self.value(*moved))
-        name = _ARITHMETIC.get(node.target)
-        if name is None or node.kwargs or value.dtype != self.dtype:
-            raise _NotSmallerError
-        self.lines.append((name, *[self.value(each, _broadcast(each, dims)) for each in node.args]))
+        self.lines.append((_ARITHMETIC[node.target], *[self.value(each, _broadcast(each, dims)) for each in node.args]))
         return f"y{len(self.lines) - 1}"
 
-    def _widened(self, node: fx.Node, dims: Dims) -> str:
-        source, kind = node.args[0], node.meta["val"].dtype
-        assert isinstance(source, fx.Node)
-        if kind != self.dtype or torch.promote_types(source.meta["val"].dtype, kind) != kind:
-            raise _NotSmallerError
-        return str(self.value(source, dims))
+    def _is_computed(self, node: fx.Node, dims: Dims) -> bool:
+        """Whether a call becomes a line, or is seen through, whatever it reads."""
+        is_shared = len(node.users) > 1 and _ROW not in self.full  # with rows, memory matters more than time
+        if node.op != "call_function" or (is_shared and node.target in _SLOW):
+            return False
+        if node.target is _WIDENED:
+            kind, of = node.meta["val"].dtype, node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+            return bool(kind == self.dtype and of.is_floating_point and torch.promote_types(of, kind) == kind)
+        try:
+            if _moved(node, dims) is not None:
+                return True
+            terms = [each.meta.get("val") if isinstance(each, fx.Node) else _number(each) for each in node.args]
+        except _NotSmallerError:
+            return False
+        is_read = all(isinstance(each, float) or _is_floating(each) for each in terms)
+        return node.target in _ARITHMETIC and not node.kwargs and node.meta["val"].dtype == self.dtype and is_read
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _number(given: Any) -> float:
@@ -147,7 +178,7 @@ def _viewed(node: fx.Node, dims: Dims) -> tuple[fx.Node, Dims]:
 
 
 def compute_while_scanning(module: fx.GraphModule) -> None:
-    """Let scans compute what is only made for them, of tensors that are smaller, in place."""
+    """Let scans compute what is only made for them, and leave out a last state that nobody reads, in place."""
     given = torch.ops.layerzero.rolled_scan_forward_kernel.default
     # Inputs are written to at last.
     before = itertools.takewhile(lambda node: not _writes(node), list(module.graph.nodes))
@@ -161,10 +192,11 @@ def _writes(node: fx.Node) -> bool:
 
 def _change(node: fx.Node) -> bool:
     readings, leaves = _readings(node)
-    if not readings:
+    is_last_read = any(user.target is operator.getitem and user.args[1] == 1 for user in node.users)
+    if is_last_read and not readings:
         return False
     operands = [None if name in readings else each for name, each in zip(Operands.names, node.args, strict=False)]
-    recipe = encode(Recipe(**{name: tuple(each.lines) for name, each in readings.items()}))
+    recipe = encode(Recipe(last=is_last_read, **{name: tuple(each.lines) for name, each in readings.items()}))
     with node.graph.inserting_before(node):
         given = [_canonical(each, dims) for each, dims in leaves]
         target = torch.ops.layerzero.computed_scan_forward_kernel.default
@@ -172,14 +204,26 @@ def _change(node: fx.Node) -> bool:
     found.meta.update(node.meta)
     node.replace_all_uses_with(found)
     node.graph.erase_node(node)
-    for call in sorted({call for each in readings.values() for call in each.calls}, reverse=True):
+    calls = {call for each in readings.values() for call in each.calls}
+    views = {view for call in calls for view in call.all_input_nodes} - calls
+    for call in sorted(calls, reverse=True):
         node.graph.erase_node(call)
+    for view in views:
+        _erase_unread(view)
     return True
+
+
+def _erase_unread(view: fx.Node) -> None:
+    """What leaves were seen through, where nobody else looks."""
+    while not view.users and view.target in {*_RESHAPES, _aten.permute.default}:
+        source = view.all_input_nodes[0]
+        source.graph.erase_node(view)
+        view = source
 
 
 def _readings(node: fx.Node) -> tuple[dict[str, _Reading], _Leaves]:
     """The operands that a scan can compute, none of which anybody else reads, and what of."""
-    names = ["decay", "drive"]
+    names = list(COMPUTED)
     while True:
         leaves: _Leaves = {}
         found = {name: each for name in names if (each := _reading(node, name, leaves)) is not None}
@@ -190,7 +234,7 @@ def _readings(node: fx.Node) -> tuple[dict[str, _Reading], _Leaves]:
             break
         names = own
     wide = compute_dtype([each.meta["val"] for each, _ in leaves])
-    return (found if all(each.dtype == wide for each in found.values()) else {}), leaves
+    return (found, leaves) if all(each.dtype == wide for each in found.values()) else ({}, {})
 
 
 def _reading(node: fx.Node, name: str, leaves: _Leaves) -> _Reading | None:
@@ -201,13 +245,15 @@ def _reading(node: fx.Node, name: str, leaves: _Leaves) -> _Reading | None:
     dims = tuple(None if is_one(size) else place for place, size in enumerate(sizes))
     full = frozenset(each for each in dims if each is not None)
     reading = _Reading(full, operand.meta["val"].dtype, leaves)
-    if not {_STEP, _ROW, _COLUMN} <= reading.full:
+    # Others would be computed for every column, or for every row, again.
+    has_rows = any(node.args[Operands.names.index(each)] is not None for each in ("query", "left"))
+    if not {_STEP, _COLUMN} <= full or (_ROW not in full and name != "right" and has_rows):
         return None
     try:
         reading.value(operand, dims)
     except _NotSmallerError:
         return None
-    return reading if reading.lines else None
+    return reading if reading.lines and len(reading.made) <= 1 else None
 
 
 def _canonical(leaf: fx.Node, dims: Dims) -> fx.Node:

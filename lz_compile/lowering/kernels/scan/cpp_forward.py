@@ -33,7 +33,7 @@ static void run_panel(const Problem& p, const Results& out, Rows& rows, Block* s
       for (int64_t q = 0; q < Q; ++q) store(to + q * out.reads.s[3], out.reads.s[4], at.count, reads[q]);
     }
   }
-  for (int64_t block = 0, j = first; j < end; ++block, j += kColumns) {
+  for (int64_t block = 0, j = first; kLast && j < end; ++block, j += kColumns) {
     LastT* to = out.last.at(b, h, 0) + j * out.last.s[4];
     for (int64_t i = 0; i < p.rows(); ++i)
       store(to + i * out.last.s[3], out.last.s[4], least(kColumns, end - j), states[block * p.rows() + i]);
@@ -83,7 +83,7 @@ static void run_block(const Problem& p, const Results& out, int64_t b, int64_t h
       if constexpr (!kBefore) show();
     }
   }
-  store(out.last.at(b, h, 0) + j * out.last.s[4], out.last.s[4], count, x);
+  if constexpr (kLast) store(out.last.at(b, h, 0) + j * out.last.s[4], out.last.s[4], count, x);
 }
 
 static bool is_whole(const Problem& p, const Results& out, int64_t j) {
@@ -92,7 +92,7 @@ static bool is_whole(const Problem& p, const Results& out, int64_t j) {
 }
 
 static void run(const Problem& p, const Results& out, Rows& rows, Block* states, int64_t b, int64_t h, int64_t j) {
-  if constexpr (kElements) {
+  if constexpr (kElements && !kComputed) {
     if (p.blocks() == 1) return is_whole(p, out, j) ? run_block<true>(p, out, b, h, j) : run_block<false>(p, out, b, h, j);
   }
   run_panel(p, out, rows, states, b, h, j);

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 import torch
 
 from lz_compile.lowering import cpp_builds
+from lz_compile.lowering.attributes import decode, encode
 from lz_compile.lowering.cpp import calls
 from lz_compile.lowering.kernels.scan.cpp_program import Program, vectors_for
 from lz_compile.lowering.kernels.scan.cpp_terms import Recipe, leaf_of
@@ -66,13 +67,13 @@ class Launch:
     # ---- the two directions ---------------------------------------------------------------------------------------
 
     def results(self, keeps: bool) -> Results:
-        """Memory for reads ``[B, T, H, Q, V]``, the last state, and where ``keeps`` checkpoints ``[B, H, chunks, K, V]``."""
+        """Memory for reads ``[B, T, H, Q, V]``, a last state if read, and checkpoints if kept ``[B, H, chunks, K, V]``."""
         sizes, like = self.sizes, self.x.like
         batch, heads, length, rows, columns = sizes[:5]
         chunks = (length + self.chunk - 1) // self.chunk if keeps else 0
         return (
             like.new_empty((batch, length, heads, sizes.reads, columns), dtype=self.attrs.out_dtype),
-            like.new_empty((batch, heads, rows, columns), dtype=self.attrs.state_dtype),
+            like.new_empty((batch, heads, rows if self.recipe.last else 0, columns), dtype=self.attrs.state_dtype),
             like.new_empty((batch, heads, chunks, rows, columns), dtype=self.compute_dtype),
         )
 
@@ -196,17 +197,17 @@ def _strides(tensor: torch.Tensor) -> list[int]:
 
 def forward(
     operands: Sequence[torch.Tensor | None],
-    attrs: ScanAttrs,
+    attrs: str,
     chunk: int,
     *,
     keeps: bool,
-    recipe: Recipe | None = None,
+    recipe: str | None = None,
     leaves: Sequence[torch.Tensor] = (),
 ) -> Results:
     """A scan over real tensors on a CPU; results as of :meth:`Launch.results`. What depends on layouts is done once.
 
-    The operands are all of the op's, in its order: compiled code comes by for every token, so no object is made of them.
-    Those of a ``recipe`` are None.
+    The operands are all of the op's, in its order: compiled code comes by for every token, so no object is made of them, nor
+    of the attributes and the recipe, which are encoded. Operands of a recipe are None.
     """
     key = _layouts(operands), attrs, chunk, keeps, torch.get_num_threads(), recipe, _layouts(leaves)
     function, numbers, (reads, last, checkpoints) = _forward(*key)
@@ -223,7 +224,7 @@ def by_address(
     Of what it is called with only the first address is read: the tensors that the operands are views of will do. Results are
     contiguous, reads ``[B, T, H, Q, V]`` and the last state ``[B, H, K, V]``, or in other shapes of as many elements.
     """
-    key = _layouts(x.flat()), attrs, chunk, False, torch.get_num_threads()
+    key = _layouts(x.flat()), encode(attrs), chunk, False, torch.get_num_threads()
     prepared: list[tuple[Any, ...]] = []
 
     def run(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,18 +262,18 @@ def _without_memory(layouts: Sequence[Layout | None]) -> list[torch.Tensor | Non
 @lru_cache(maxsize=1024)
 def _forward(
     layouts: tuple[Layout | None, ...],
-    attrs: ScanAttrs,
+    attrs: str,
     chunk: int,
     keeps: bool,
     _threads: int,
-    recipe: Recipe | None = None,
+    recipe: str | None = None,
     leaves: tuple[Layout | None, ...] = (),
 ) -> Any:
     """The compiled function, its last argument, and the layouts of its results, for operands with these layouts."""
-    launch = Launch(Operands(*_without_memory(layouts)), attrs, chunk)
+    launch = Launch(Operands(*_without_memory(layouts)), decode(ScanAttrs, attrs), chunk)
     if recipe is not None:
-        given = [each for each in _without_memory(leaves) if each is not None]
-        launch = Launch(replace(launch.x, **recipe.of(given)), attrs, chunk, recipe, given)
+        given, known = [each for each in _without_memory(leaves) if each is not None], decode(Recipe, recipe)
+        launch = replace(launch, x=replace(launch.x, **known.of(given)), recipe=known, leaves=given)
     reads, last, checkpoints = results = launch.results(keeps)
     others = (reads.transpose(1, 2), last.unsqueeze(2), checkpoints if keeps else None)
     memory = [(tuple(each.shape), each.stride(), each.dtype) for each in results]

@@ -82,6 +82,8 @@ class Program:
             "kBefore": self.reads_before,
             "kDrops": self.drops,
             "kElements": "query" not in self.has and not self.rank,
+            "kComputed": bool(self.recipe.given()),
+            "kLast": self.recipe.last,
             **{f"kConstant{name.title()}": name in self.constant for name in DIMS},
             **{f"kGrad{name.title()}": name in self.gradients for name in DIMS},
         }

@@ -132,8 +132,9 @@ INLINE void advance(const Problem& p, const Rows rows, const Place& at, const Bl
                     Block* reads) {
   Block put[R1], found[Q1];
   const DecayTerm decay(p, rows, at);
+  const RightTerm right(p, rows, at);
   for (int64_t r = 0; r < R; ++r) {
-    put[r] = load(p.right.at(at.b, at.h, at.t) + r * p.right.s[3] + at.column * p.right.s[4], p.right.s[4], at.count);
+    put[r] = right[r];
     if constexpr (kErase) {
       Block even = zero(), odd = zero();
       int64_t i = 0;

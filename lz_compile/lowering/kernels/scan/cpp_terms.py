@@ -1,4 +1,4 @@
-"""Factors and summands of a state that are computed while it is scanned: lines of arithmetic over smaller tensors.
+"""Factors and summands of a state that are computed while it is scanned: lines of arithmetic over other tensors.
 
 A model multiplies what it has for each step and row by what it has for each step and column, or for each element once.
 Written to memory and read again, the product takes longer than all of the scan.
@@ -22,6 +22,9 @@ Line: TypeAlias = "tuple[str | float, ...]"
 #: What there is one number for, and its dtype.
 Leaf: TypeAlias = tuple[DecayKind, torch.dtype]
 
+#: Operands that can be computed: of each column by itself.
+COMPUTED = ("decay", "drive", "right")
+
 #: Functions of a line, in Python and in C++.
 FUNCTIONS: Mapping[str, tuple[Callable[..., Any], str]] = {
     "add": (operator.add, "{} + {}"),
@@ -37,10 +40,12 @@ FUNCTIONS: Mapping[str, tuple[Callable[..., Any], str]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """How operands of a scan are computed: by the last of some lines. None: they are given."""
+    """How operands of a scan are computed: by the last of some lines. None: they are given. ``last``: whether it is read."""
 
     decay: tuple[Line, ...] | None = None
     drive: tuple[Line, ...] | None = None
+    right: tuple[Line, ...] | None = None
+    last: bool = True
 
     def of(self, leaves: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
         """The operands, computed by PyTorch from leaves ``[B, H, T, K, V]`` that broadcast."""
@@ -49,7 +54,7 @@ class Recipe:
 
     def given(self) -> dict[str, tuple[Line, ...]]:
         """The lines of those that are computed."""
-        return {name: lines for name, lines in vars(self).items() if lines is not None}
+        return {name: lines for name in COMPUTED if (lines := getattr(self, name)) is not None}
 
 
 def compute_dtype(leaves: Sequence[torch.Tensor]) -> torch.dtype:
@@ -81,11 +86,11 @@ def leaves_source(leaves: Sequence[Leaf]) -> str:
 
 
 def terms_source(recipe: Recipe, leaves: Sequence[Leaf]) -> str:
-    """``DecayTerm`` and ``DriveTerm``: rows of the factor and of the summand of a state, for some of its columns."""
+    """``DecayTerm``, ``DriveTerm`` and ``RightTerm``: their rows, for some columns of a state."""
     computed = recipe.given()
     return "\n".join(
         _computed(f"{name.title()}Term", computed[name], leaves) if name in computed else _given(name)
-        for name in ("decay", "drive")
+        for name in COMPUTED
     )
 
 
@@ -94,9 +99,10 @@ _TERM = "(const Problem& p, const Rows& rows, const Place& at)"
 
 def _given(name: str) -> str:
     term = name.title()
+    kind, shared = ("kFull", "nullptr") if name == "right" else (f"k{term}", f"rows.{name}")
     return f"""
-struct {term}Term : Term<k{term}, {term}T> {{
-  INLINE_MEMBER {term}Term{_TERM} : Term(p.{name}, rows.{name}, at) {{}}
+struct {term}Term : Term<{kind}, {term}T> {{
+  INLINE_MEMBER {term}Term{_TERM} : Term(p.{name}, {shared}, at) {{}}
 }};"""
 
 
@@ -165,8 +171,11 @@ INLINE Vec exponential(const Vec& x) {
   Vec y = x < kLeast ? Vec{} + kLeast : x;
   y = y > kMost ? Vec{} + kMost : y;
   const Vec turns = y * Acc(1.44269504088896340736);
-  const MaskVec n = __builtin_convertvector(turns + (turns < 0 ? Vec{} - Acc(0.5) : Vec{} + Acc(0.5)), MaskVec);
-  const Vec whole = __builtin_convertvector(n, Vec);
+  // Where the last bit of a number counts ones, adding to it rounds, and leaves the integer in the lowest bits.
+  const Vec ones = Vec{} + Acc(kFloat ? 0x1.8p23 : 0x1.8p52);
+  const Vec shifted = turns + ones;
+  const MaskVec n = (MaskVec)shifted - (MaskVec)ones;
+  const Vec whole = shifted - ones;
   const Vec rest = y - whole * kHigh - whole * kLow;
   constexpr int kTerms = kFloat ? 7 : 13;
   Vec sum = Vec{} + Acc(inverse_factorial(kTerms));

@@ -49,7 +49,7 @@ def _called(given: Sequence[Any]) -> tuple[Operands, ScanAttrs, int, Any]:
 def _forward(*given: Any) -> launch.Results:
     """Reads ``[B, T, H, Q, V]``, the last state, and where it ``keeps`` them those before chunks ``[B, H, chunks, K, V]``."""
     attrs, chunk, keeps = given[_COUNT:]
-    return launch.forward(given[:_COUNT], decode(ScanAttrs, attrs), chunk, keeps=keeps)
+    return launch.forward(given[:_COUNT], attrs, chunk, keeps=keeps)
 
 
 def _forward_fake(*given: Any) -> launch.Results:
@@ -89,8 +89,7 @@ def _steps(x: Operands, steps: slice) -> Operands:
 def _computed(*given: Any) -> launch.Results:
     """The same, of which some operands are None: a recipe says what they are of smaller tensors."""
     operands, (leaves, recipe, attrs, chunk, keeps) = given[:_COUNT], given[_COUNT:]
-    known = decode(Recipe, recipe)
-    return launch.forward(operands, decode(ScanAttrs, attrs), chunk, keeps=keeps, recipe=known, leaves=leaves)
+    return launch.forward(operands, attrs, chunk, keeps=keeps, recipe=recipe, leaves=leaves)
 
 
 def _made(*given: Any) -> Sequence[Any]:
@@ -109,7 +108,9 @@ def _computed_fake(*given: Any) -> launch.Results:
 
 
 def _computed_fallback(*given: Any) -> launch.Results:
-    return _forward_fallback(*_made(*given))
+    reads, last, checkpoints = _forward_fallback(*_made(*given))
+    is_read = decode(Recipe, given[_COUNT + 1]).last
+    return reads, last if is_read else last.new_empty((*last.shape[:2], 0, last.shape[3])), checkpoints
 
 
 # ---- backward --------------------------------------------------------------------------------------------------------
