@@ -19,6 +19,7 @@ from lz_compile.lowering.kernels.scan.computed import compute_while_scanning
 from lz_compile.lowering.kernels.scan.cpp_ahead import build_ahead
 from lz_compile.lowering.kernels.scan.cpp_launch import Launch
 from lz_compile.lowering.kernels.scan.cpp_terms import Recipe
+from lz_compile.lowering.needless_copies import leave_out_needless_copies
 from lz_compile.lowering.opaque import define, opaque, pass_autograd, record
 from lz_compile.lowering.ops import scan as op
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs, reference
@@ -179,7 +180,7 @@ opaque(
     fallback=_computed_fallback,
     kernel_id=_KERNEL_ID,
 )
-inductor.before_lowering.append(compute_while_scanning)
+inductor.before_lowering += [compute_while_scanning, leave_out_needless_copies]
 _run_back = opaque(
     "rolled_scan_backward",
     signed(_backward, op, _FIRST, {**_LAST, "wanted": Sequence[bool]}, list[torch.Tensor]),
