@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.view import tensor_of
-from tests.graphs import call_named, capture, effects_of, in_order, output_of, placeholders
+from tests.graphs import call_named, capture, effects_of, in_order, output_of, outputs_of, placeholders
 
 X = torch.rand(4, 6) + 1
 
@@ -520,3 +520,26 @@ def test_a_call_that_makes_a_leaf_gives_no_value():
     effects = Effects(graph)
     assert effects.current(made, reader) is made
     assert effects.is_opaque(made, reader)
+
+
+@pytest.mark.parametrize(
+    "copy", [lambda x: x.to(torch.bool), lambda x: x.float(), lambda x: x[torch.arange(2)], lambda x: x[x > 0]]
+)
+@pytest.mark.parametrize("view", [lambda x: x.to(torch.int64), lambda x: x[:2], lambda x: x[torch.tensor(1)]])
+def test_a_cast_to_another_dtype_and_elements_by_a_tensor_share_no_memory_with_what_is_written(copy, view):
+    """Of an input that may be the one that is written in a later call, too. One place by a tensor is a view."""
+
+    def write(x: Tensor, counter: Tensor) -> tuple[Tensor, ...]:
+        copied, seen = copy(x), view(x)
+        counter.add_(1)
+        return copied * 2, seen * 2
+
+    x = torch.arange(3)
+    assert copy(x).data_ptr() != x.data_ptr() <= view(x).data_ptr() < x.data_ptr() + x.nbytes
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True, capture_scalar_outputs=True):
+        graph = capture(write, x, torch.zeros((), dtype=torch.int64))
+    effects = effects_of(graph)
+    copied, seen = (node.all_input_nodes[0] for node in outputs_of(graph))
+    assert not effects.is_overwritten(copied)
+    assert effects.owner(copied) is copied
+    assert effects.is_overwritten(seen)

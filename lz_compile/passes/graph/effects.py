@@ -26,6 +26,8 @@ _VIEWS = frozenset(
     "split_with_sizes broadcast_tensors swapaxes dropout pos adjoint conj resolve_conj resolve_neg cpu cuda atleast_1d "
     "atleast_2d atleast_3d slice einsum T mT H mH data _get_data_attr values ravel view_as_real".split()
 )
+#: What shows the memory of its input only where that has the dtype already.
+_CASTS = frozenset({"to", "type_as", "type", "float", "half", "bfloat16", "double"})
 _OVERLAPPING = frozenset({"expand", "expand_as", "unfold", "as_strided", "broadcast_to", "broadcast_tensors"})
 _SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "hsplit", "vsplit"})
 #: In-place calls whose result is not a pointwise function of what was there, or of which Dynamo notes no result.
@@ -302,6 +304,12 @@ class Effects:
         if call.name == "einsum" and len(call.node.all_input_nodes) > 1:  # of one tensor it may be a transpose
             return None
         source = call.input if isinstance(call.input, fx.Node) else next(iter(call.node.all_input_nodes), None)
+        made, given = tensor_of(call.node), tensor_of(source)
+        if call.name in _CASTS and made is not None and given is not None and made.dtype != given.dtype:
+            return None
+        indices = [tensor_of(each) for each in call.node.all_input_nodes if each is not source]
+        if call.name == "getitem" and any(each is not None and each.dim() for each in indices):
+            return None
         joined = self.calls.get(source) if source is not None and call.name == "getitem" else None
         if joined is not None and joined.name == "broadcast_tensors":
             index = call.arguments.get("#1")
