@@ -443,8 +443,6 @@ if how == "damage":
     lz_compile.load_artifacts(path)
     for library in Path(torch._inductor.runtime.cache_dir_utils.cache_dir()).glob("*/*.so"):
         library.unlink()
-    from lz_compile.lowering import inductor
-    inductor.compile_graph = lambda graph, *_, **__: graph.forward  # what is not taken up would be compiled
 torch.manual_seed(1)
 with torch.no_grad(), lz_compile.prefer("lz.tiled"):
     found = torch.compile(model, backend="layerzero", dynamic=False)(x)
