@@ -838,6 +838,21 @@ def test_a_variance_and_its_root_together_are_no_norm() -> None:
     assert not backend.report.matches
 
 
+def test_a_norm_is_read_around_a_mode_that_is_left() -> None:
+    def around(x: Tensor) -> tuple[Tensor, Tensor]:
+        inverse = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
+        with torch.no_grad():  # behind it, the graph says that gradients are on, as they were before
+            mean = x.mean()
+        return x * inverse, mean
+
+    backend = Rewriting(lock={"norm": "torch.norm"})
+    x = torch.randn(5, 16, requires_grad=True)
+    found, wanted = torch.compile(around, backend=backend, fullgraph=True)(x), around(x)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(*(torch.autograd.grad(each[0].cos().sum(), x) for each in (found, wanted)))
+
+
 def test_long_chains_of_operations_do_not_stop_recognition() -> None:
     def long(x: Tensor, weight: Tensor) -> Tensor:
         for _ in range(150):
