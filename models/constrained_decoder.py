@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +49,25 @@ class Vocabulary:
         self.texts = ["" if i in special or name.startswith("[unused") else _text(name) for i, name in enumerate(names)]
         self.special = [i for i, text in enumerate(self.texts) if not text]
         self.tree = _Tree.of(self.texts)
+
+    @cached_property
+    def of_the_engine(self) -> Any:
+        """The vocabulary as llguidance knows it, which takes a while to make."""
+        import llguidance
+
+        names = [text.encode() or f"\xff[{i}]".encode("latin-1") for i, text in enumerate(self.texts)]
+        spell = self.spell
+
+        class Tokens:
+            eos_token_id = self.end
+            bos_token_id = None
+            tokens = names
+            special_token_ids = self.special
+
+            def __call__(self, text: str | bytes) -> list[int]:
+                return spell(text.decode() if isinstance(text, bytes) else text)
+
+        return llguidance.LLTokenizer(llguidance.TokenizerWrapper(Tokens()))
 
     def text(self, tokens: Sequence[int]) -> str:
         """What tokens say."""
@@ -120,23 +140,9 @@ class Syntax:
     """What the grammar allows next, by llguidance; the mask is that engine's own tensor of words."""
 
     def __init__(self, vocabulary: Vocabulary, grammar: str = GRAMMAR) -> None:
-        import llguidance
+        from llguidance import LLMatcher
 
-        texts = [text.encode() for text in vocabulary.texts]
-        names = [text or f"\xff[{i}]".encode("latin-1") for i, text in enumerate(texts)]
-
-        class Tokens:
-            eos_token_id = vocabulary.end
-            bos_token_id = None
-            tokens = names
-            special_token_ids = vocabulary.special
-
-            def __call__(self, text: str | bytes) -> list[int]:
-                return vocabulary.spell(text.decode() if isinstance(text, bytes) else text)
-
-        tokenizer = llguidance.LLTokenizer(llguidance.TokenizerWrapper(Tokens()))
-        form = llguidance.LLMatcher.grammar_from_lark(grammar)
-        self._matcher = llguidance.LLMatcher(tokenizer, form)
+        self._matcher = LLMatcher(vocabulary.of_the_engine, LLMatcher.grammar_from_lark(grammar))
         self._words = torch.zeros(-(-vocabulary.size // 32), dtype=torch.int32)
         self._check()
 

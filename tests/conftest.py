@@ -41,6 +41,7 @@ import torch  # noqa: E402 - reads the variables above
 import torch._dynamo.guards  # noqa: E402 - reads the variables above
 import torch._dynamo.symbolic_convert  # noqa: E402 - reads the variables above
 from hypothesis import settings  # noqa: E402 - keeps the imports of this file together
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402 - reads the variables above
 
 from lz_compile import clear_reports  # noqa: E402 - reads the variables above
 from lz_compile.compile import choices, match_tuning  # noqa: E402 - reads the variables above
@@ -134,6 +135,24 @@ def _interpret_quickly() -> None:
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     _interpret_quickly()
+
+
+def _keep_nothing_of_symbols() -> None:
+    """Of calls with symbolic sizes PyTorch keeps what they gave, and tries that out: a quarter of tracing with symbols.
+
+    The second tier leaves it on.
+    """
+    kept = FakeTensorMode._cached_dispatch_impl
+
+    def quick(mode: Any, *call: Any) -> object:
+        has_symbols = mode.shape_env is not None and mode.shape_env.var_to_range
+        return mode._dispatch_impl(*call) if has_symbols else kept(mode, *call)
+
+    FakeTensorMode._cached_dispatch_impl = quick  # type: ignore[method-assign]
+
+
+if not tiers.IS_THOROUGH:
+    _keep_nothing_of_symbols()
 
 # An eighth of the suite's time went into collecting what the imports above made and what lives as long as they.
 gc.freeze()

@@ -13,10 +13,12 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.utils.checkpoint import checkpoint
 
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.modes import Ambient, ambient_context
+from lz_compile.passes.graph.modes import Ambient, ambient_context, faking
 from lz_compile.passes.graph.view import tensor_of
 from tests.graphs import call_named, capture, effects_of, in_order, output_of, outputs_of, placeholders
 
@@ -501,6 +503,15 @@ def test_the_context_of_an_ambient_brings_it_about() -> None:
         assert not torch.is_grad_enabled()
     torch.set_grad_enabled(was_enabled)
     assert ambient_context(Ambient()) == []
+
+
+@pytest.mark.parametrize("size", [DimDynamic.STATIC, DimDynamic.DYNAMIC])
+def test_what_calls_with_symbols_gave_is_not_kept(size: DimDynamic) -> None:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    mode.from_tensor(X, symbolic_context=StatelessSymbolicContext([size, DimDynamic.STATIC]))
+    with faking(mode):
+        assert mode.cache_enabled is (size is DimDynamic.STATIC)
+    assert mode.cache_enabled
 
 
 def test_effects_of_an_empty_graph_are_empty() -> None:

@@ -228,6 +228,27 @@ def test_an_unknown_activation_between_two_projections_is_a_near_miss() -> None:
     assert str(miss.reason) == "[NO_MLP] the activation is none that is known"
 
 
+def test_an_activation_is_read_around_a_mode_that_is_left_and_refused_where_it_changes_inside() -> None:
+    x, gate, up = _projections()
+
+    def around(x: Tensor) -> tuple[Tensor, Tensor]:
+        active = F.silu(gate(x))
+        with torch.no_grad():  # behind it, the graph says that gradients are on, as they were before
+            mean = x.mean()
+        return active * up(x), mean
+
+    def inside(x: Tensor) -> Tensor:
+        row = gate(x)
+        with torch.no_grad():
+            sigmoid = torch.sigmoid(row)
+        return row * sigmoid * up(x)
+
+    _, backend = _run(around, x)
+    assert [match.op for match in backend.report.matches] == ["mlp"], backend.why_not()
+    _, backend = _run(inside, x)
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["MODE_CHANGES_INSIDE"]
+
+
 def test_an_activation_that_is_used_twice_is_a_near_miss() -> None:
     x, gate, up = _projections()
 

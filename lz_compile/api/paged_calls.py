@@ -51,7 +51,7 @@ def _bind(x: Operands, attrs: PagedAttentionAttrs, is_traced: bool = False) -> C
     if kernel is None or kernel.call is None:
         return own
     of_kernel = None if is_traced or facts.needs_grad else getattr(kernel.call, "bind", None)
-    call = partial(_through, kernel.call, attrs) if of_kernel is None else of_kernel(x, attrs)
+    call = partial(kernel.call, attrs=attrs) if of_kernel is None else of_kernel(x, attrs)
     return eager.guarded(kernel.kernel_id, call, own)
 
 
@@ -63,10 +63,6 @@ def problem_of_call(x: Operands, attrs: PagedAttentionAttrs) -> tuple[PagedAtten
         sizes |= dict(zip((dim.removesuffix("|1") for dim in op.SHAPES[name].split()), known, strict=True))
     told = {name: getattr(attrs, name) for name in ("scale", "softcap", "window", "out_dtype")}
     return op.from_operands(x, {**sizes, "Hk": contexts.known_size(x.key_cache.shape[2])}, **told)
-
-
-def _through(call: Callable[..., torch.Tensor], attrs: PagedAttentionAttrs, x: Operands) -> torch.Tensor:
-    return call(x, attrs)
 
 
 def _own(attrs: PagedAttentionAttrs, x: Operands) -> torch.Tensor:

@@ -94,7 +94,7 @@ class _Scan(torch.autograd.Function):
 
         found = _run(saving, [each.contiguous() for each in init], xs, additional)
         outputs, begins = found[:-carries], found[-carries:]
-        ctx.step, ctx.carries, ctx.slices, ctx.smooth = step, carries, slices, [_is_smooth(each) for each in outputs]
+        ctx.step, ctx.carries, ctx.slices, ctx.smooth = step, carries, slices, [is_smooth(each) for each in outputs]
         save_values_for_backward(ctx, (*begins, *xs, *additional))
         return tuple(outputs)
 
@@ -103,7 +103,7 @@ class _Scan(torch.autograd.Function):
         carries, slices, saved = ctx.carries, ctx.slices, saved_values(ctx)
         begins, xs, additional = _split(saved, carries, slices)
         needed = [True] * carries + list(ctx.needs_input_grad[3 + carries :])  # a carry leads to other operands
-        wanted = [need and _is_smooth(each) for need, each in zip(needed, saved, strict=True)]
+        wanted = [need and is_smooth(each) for need, each in zip(needed, saved, strict=True)]
         counts = [sum(each) for each in _split(wanted, carries, slices)]
         smooth = _chosen(grads, ctx.smooth)
         last, ys = smooth[: counts[0]], smooth[counts[0] :]
@@ -170,7 +170,7 @@ def _split(operands: Operands, carries: int, slices: int) -> list[Any]:
     return split_into_chunks(operands, [carries, slices, len(operands) - carries - slices])
 
 
-def _is_smooth(value: Any) -> bool:
+def is_smooth(value: Any) -> bool:
     """Whether a value can have a gradient."""
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses.fake_tensor import disable_fake_tensor_cache
 
 from lz_compile.passes.graph.view import tensor_of
 
@@ -99,10 +100,13 @@ def ambient_context(ambient: Ambient) -> list[Any]:
 def faking(mode: Any, ambient: Ambient | None = None) -> Iterator[None]:
     """A fake mode, under the modes of ``ambient``, in which symbolic sizes stay symbols.
 
-    Functions in C++ that ask for sizes would make numbers of them.
+    Functions in C++ that ask for sizes would make numbers of them. Of a call with symbols PyTorch would keep what it gave,
+    and make that once more to see whether it can, which costs more than the call; few of ours come twice.
     """
     with ExitStack() as stack:
         for manager in () if ambient is None else ambient_context(ambient):
             stack.enter_context(manager)
+        if mode.shape_env is not None and mode.shape_env.var_to_range:
+            stack.enter_context(disable_fake_tensor_cache(mode))
         with mode, enable_python_dispatcher():
             yield

@@ -110,8 +110,6 @@ def _matched(read: Activation) -> Match:
     region, effects = read.region, read.region.effects
     rows = [read.leaves[name].node for name in ("gate", "up") if name in read.leaves]
     core = core_between(effects, rows, region.interior, read.output)
-    if any(effects.ambient(node) != core.ambient for node in core.nodes):
-        raise RefusedError("MODE_CHANGES_INSIDE", "autocast or gradient mode changes inside", "change it outside")
     readers = {leaf.node: region.readers.get(leaf.node, read.output) for leaf in region.leaves.values()}
     core.check(effects, readers, if_used="use the activation for its product only")
     return MlpEmitter.of(read, core).match(OP, core, region.interior)

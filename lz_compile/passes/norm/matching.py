@@ -111,8 +111,7 @@ def _check_surroundings(read: Normalised, core: Core) -> None:
     if stopped is not None and grad_enabled(core.ambient):
         text = f"{told(stopped)} stops the gradient of a statistic, through which a kernel differentiates"
         raise RefusedError("STATISTIC_DETACHED", text, "let gradients through, or normalise under no_grad()")
-    if any(effects.ambient(node) != core.ambient for node in core.nodes):
-        raise RefusedError("MODE_CHANGES_INSIDE", "autocast or gradient mode changes inside", "change it outside")
+    core.check_modes(effects)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lz_compile.ground import events
 from lz_compile.ground.isolation import isolated
+from lz_compile.lowering.checkpointed_scan import is_smooth
 from lz_compile.lowering.kept import kernel_behind
 from lz_compile.lowering.opaque import kernel_of
 from lz_compile.passes.graph.modes import changes_mode
@@ -96,16 +97,12 @@ def _is_exact(operator: Any, args: Any, kwargs: Any, result: Any) -> bool:
     if not given and operator.namespace == "aten":
         return torch.Tag.nondeterministic_seeded not in operator.tags
     if torch.Tag.pointwise in operator.tags or (operator.namespace == "aten" and name in _ROUNDED | _FUNCTIONS):
-        return not any(map(_is_float, [*given, *made])) or _is_computed_alone(name, [*given, *made])
+        return not any(map(is_smooth, [*given, *made])) or _is_computed_alone(name, [*given, *made])
     if operator.namespace == "aten" and name in _EXACT:
         accumulates = name == "index_put" and ((len(args) > 3 and args[3]) or kwargs.get("accumulate"))
         return not (accumulates or (name == "scatter" and "reduce" in operator._overloadname))
     # Sums of integers that stay integers are one number.
-    return operator.namespace == "aten" and not any(map(_is_float, [*given, *made]))
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return operator.namespace == "aten" and not any(map(is_smooth, [*given, *made]))
 
 
 def _is_computed_alone(name: str, tensors: Sequence[Any]) -> bool:

@@ -55,12 +55,7 @@ class Core:
                     f"{told(node)} is also {_reader(outside[0])}",
                     if_used,
                 )
-        if any(self._differs(effects.ambient(node), node) for node in self.nodes):
-            raise RefusedError(
-                "MODE_CHANGES_INSIDE",
-                "autocast or gradient mode changes inside",
-                "enter or leave the mode outside of it",
-            )
+        self.check_modes(effects)
         for node in self.nodes:
             call = effects.calls[node]
             if call is not None and "out" in call.arguments and effects.owner(call.get("out")) not in inside:
@@ -74,6 +69,12 @@ class Core:
             writer = reader if effects.writes(reader, node) else effects.overwritten_after(node, reader, self.output)
             if writer is not None:
                 raise mutated(f"{told(node)} is overwritten by {told(writer)} before the output")
+
+    def check_modes(self, effects: Effects) -> None:
+        """Refuse (``RefusedError``) where a mode changes inside."""
+        if any(self._differs(effects.ambient(node), node) for node in self.nodes):
+            text = "autocast or gradient mode changes inside"
+            raise RefusedError("MODE_CHANGES_INSIDE", text, "enter or leave the mode outside of it")
 
     def widest(self) -> torch.dtype:
         """The widest dtype in which anything is computed."""
