@@ -60,7 +60,7 @@ def read(region: Region, node: fx.Node, dims: Dims, reader: fx.Node, keys: tuple
     expression, zero_rows = _strip_nan_to_num(region, expression)
     normalised = _softmax_leaf(region, expression)
     is_divided = normalised is not None and any(
-        _is_of_softmax(region, each) for each in _sums(region, expression, keys)
+        region.functions or _is_of_softmax(region, each) for each in _sums(region, expression, keys)
     )
     if normalised is not None and not is_divided:
         found = _from_softmax(region, expression, normalised, keys)
@@ -186,9 +186,11 @@ def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: 
     total = sums[0]
     summand, column = _summand(region, total, dims, keys)
     is_logarithm = _is_logarithm(region, total)
-    given, (expression, summand) = expression, (_as_exponential(region, each, keys) for each in (expression, summand))
+    is_of_softmax = _is_of_softmax(region, total)
+    share = None if is_of_softmax else summand / _whole(region, total)
+    expression, summand = (_as_exponential(region, each, keys, share) for each in (expression, summand))
     gain, sinks = _ratio(region, expression, total, summand, keys)
-    if sinks is not None and given != expression:  # it is one beside probabilities, no exponentials
+    if sinks is not None and is_of_softmax:  # it is one beside probabilities, no exponentials
         raise RefusedError(
             "EPSILON_IN_DENOMINATOR", "a number is added to the sum of probabilities", "divide by the sum"
         )
@@ -207,13 +209,25 @@ def _is_of_softmax(region: Region, total: sympy.Symbol) -> bool:
     return any(region.reaches(each, frozenset({"softmax"}), node) for each in node.all_input_nodes)
 
 
-def _as_exponential(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> sympy.Expr:
-    """The expression with exponentials in the place of a softmax: what makes the difference cancels out of a ratio."""
+def _as_exponential(
+    region: Region, expression: sympy.Expr, keys: tuple[Axis, ...], share: sympy.Expr | None
+) -> sympy.Expr:
+    """The expression with exponentials in the place of a softmax: what makes the difference cancels out of a ratio.
+
+    Or with the ``share`` of one in a sum, where those of a softmax are in proportion to it, and so are the same.
+    """
     symbol = _softmax_leaf(region, expression)
     if symbol is None or (leaf := region.leaves[symbol]).kind != "softmax":
         return expression
     call = _softmax_over(region, leaf, leaf.node, keys)
-    return expression.xreplace({symbol: sympy.exp(region.express(call.input, leaf.dims, call.node))})
+    exponential = sympy.exp(region.express(call.input, leaf.dims, call.node))
+    if share is None:
+        return expression.xreplace({symbol: exponential})
+    if region.axes_in(sympy.powsimp(exponential / share)) & set(atoms(keys)):
+        raise RefusedError(
+            "DENOMINATOR_OF_ANOTHER_SUM", "a softmax is weighted by a sum of other exponentials", "sum the same ones"
+        )
+    return expression.xreplace({symbol: share})
 
 
 def divided_by_sum(

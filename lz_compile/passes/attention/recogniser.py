@@ -160,7 +160,9 @@ class Reader(Generic[Made]):
             raise RefusedError("OUTPUT_ACCUMULATES", "the product with the values is added to a tensor", "add it after")
         gain = tidy(sympy.expand(found.gain * outer.coefficient))
         if output is outer.call.node:
-            later = self._match_quotient(outer.call.node, is_needed=found.unnormalised is not None)
+            weights = [leaf.node for leaf in self.region.leaves_in(found.gain).values()]
+            own = [output] if not self.region.functions and _is_share(self.region, weights) else []
+            later = self._match_quotient(output, own, is_needed=found.unnormalised is not None)
             if later is not None:
                 return later
         else:
@@ -180,14 +182,16 @@ class Reader(Generic[Made]):
         gain, value_gain = self._split_gain(gain, read)
         return self._checked(replace(read, scores=inner, probabilities=found, gain=gain, value_gain=value_gain))
 
-    def _match_quotient(self, product: fx.Node, *, is_needed: bool) -> Made | None:
+    def _match_quotient(self, product: fx.Node, own: list[fx.Node], *, is_needed: bool) -> Made | None:
         """The division by the sum of the exponentials that comes after the values: read again from there.
 
-        Where it is not needed, the share that is left beside a sink, told by a sum of the exponentials or its logarithm.
+        Where it is not needed, the share that is left beside a sink, told by a sum of the exponentials or its logarithm:
+        it may be the product's ``own``, too.
         """
         given = self.region
-        for candidate in _quotients(given.effects, product):
-            if not is_needed and not _is_share(given, candidate, product):
+        for candidate in own + _quotients(given.effects, product):
+            beside = [node for node in candidate.all_input_nodes if node is not product]
+            if not (is_needed or candidate in own or _is_share(given, beside)):
                 continue
             self.region = Region(
                 given.effects, expand_masks=given.expand_masks, functions=_SHARES, flag=given.flag, anchors=_ANCHORS
@@ -264,14 +268,18 @@ def _quotients(effects: Effects, product: fx.Node) -> list[fx.Node]:
     return [x.node for node in reached([product], moved) for x in calls(node) if x.name in ("div", "mul")]
 
 
-def _is_share(region: Region, candidate: fx.Node, product: fx.Node) -> bool:
-    """Whether something that ``product`` is multiplied with, or divided by, was made of a sum that no product follows."""
+def _is_share(region: Region, weights: list[fx.Node]) -> bool:
+    """Whether some of what probabilities, or what they give, are multiplied with or divided by was made of a sum.
+
+    No product follows that.
+    """
 
     def is_sum(node: fx.Node) -> bool:
         return region.effects.name(node) in ("sum", "logsumexp")
 
-    start = [node for node in candidate.all_input_nodes if node is not product]
-    return path_to(start, lambda node: node.all_input_nodes, is_sum, lambda node: is_product(region, node)) is not None
+    return (
+        path_to(weights, lambda node: node.all_input_nodes, is_sum, lambda node: is_product(region, node)) is not None
+    )
 
 
 def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
