@@ -63,6 +63,11 @@ def near_misses() -> dict[str, Lookalike]:
         "scores_scaled_one_by_one": Lookalike(
             scores_scaled_one_by_one, (*qkv, 0.1 * normal(12, 19, 23)), "SCORES_LARGE"
         ),
+        "sigmoid_of_scores": Lookalike(
+            sigmoid_of_scores, qkv, "NO_SOFTMAX] the values are weighed by a function of the scores (sigmoid)"
+        ),
+        "softmax_that_may_pick_nothing": Lookalike(softmax_that_may_pick_nothing, qkv, "of the scores (exp, relu)"),
+        "squares_of_scores": Lookalike(squares_of_scores, qkv, "of the scores (mul, div)"),
         "scores_through_relu": Lookalike(scores_through_relu, qkv, "SCORES_NOT_AFFINE"),
         "two_softmaxes_subtracted": Lookalike(
             two_softmaxes_subtracted, (*qkv, normal(2, 6, 23, 8)), "PROBABILITIES_COMBINED"
@@ -229,6 +234,24 @@ def scores_scaled_one_by_one(q: Tensor, k: Tensor, v: Tensor, scales: Tensor) ->
     for scale in scales.unbind(0):
         scores = scores + scores * scale
     return scores.softmax(-1) @ v
+
+
+def sigmoid_of_scores(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Sigmoid attention."""
+    return torch.sigmoid(_scores(query, key) - 3) @ value
+
+
+def softmax_that_may_pick_nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Softpick."""
+    scores = _scores(query, key)
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp() - (-top).exp()
+    return weights.relu() / (weights.abs().sum(-1, keepdim=True) + 1e-6) @ value
+
+
+def squares_of_scores(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = (scores := _scores(query, key)) * scores
+    return (weights / weights.sum(-1, keepdim=True)) @ value
 
 
 def scores_through_relu(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

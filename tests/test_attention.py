@@ -90,6 +90,28 @@ def test_lookalikes_are_left_alone_with_their_reason(name: str) -> None:
     assert all(miss.edit and miss.where for miss in backend.report.near_misses)
 
 
+EXPONENTIALS: dict[str, Callable[[Tensor], Tensor]] = {
+    "float_power": lambda s: torch.float_power(math.e, s).to(s.dtype),
+    "float_power of a tensor": lambda s: torch.float_power(torch.tensor(1.7), s).to(s.dtype),
+    "ldexp": lambda s: torch.ldexp(torch.ones(()), s),
+    "expm1": lambda s: s.expm1() + 1,
+    "special.expm1": lambda s: 1 + torch.special.expm1(s),
+}
+
+
+@pytest.mark.parametrize("name", EXPONENTIALS)
+def test_exponentials_are_read_by_any_name(name: str) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = EXPONENTIALS[name](q @ k.mT / 4)
+        return weights @ v / weights.sum(-1, keepdim=True)
+
+    inputs = [heads(2, 3, each, 8) for each in (5, 7, 7)]
+    backend = Rewriting(lock={"attention": "lz.blocked"})
+    got = torch.compile(attention, backend=backend, fullgraph=True)(*inputs)
+    assert [(match.op, match.rewritten) for match in backend.report.matches] == [("attention", True)], backend.why_not()
+    torch.testing.assert_close(got.double(), attention(*(each.double() for each in inputs)), rtol=1e-5, atol=1e-5)
+
+
 # ---- what users have reported of Inductor, written anew -------------------------------------------------------------
 
 

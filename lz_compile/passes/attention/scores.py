@@ -77,7 +77,7 @@ def read(
     Raises:
         RefusedError: there is one, but the scores are no affine function of it.
     """
-    products = [s for s in _ordered(expression) if _is_score_product(region.leaves.get(s), keys)]
+    products = products_in(region, expression, keys)
     if not products:
         return None
     product = products[0]
@@ -153,6 +153,11 @@ def _without_floor(expression: sympy.Expr, product: sympy.Symbol) -> tuple[sympy
 
 def _ordered(expression: sympy.Expr) -> list[sympy.Symbol]:
     return sorted(expression.free_symbols, key=lambda s: (len(s.name), s.name))
+
+
+def products_in(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> list[sympy.Symbol]:
+    """The products of queries and keys that an expression is made of."""
+    return [s for s in _ordered(expression) if _is_score_product(region.leaves.get(s), keys)]
 
 
 def _axes(factor: Factor) -> set[Axis]:
