@@ -129,6 +129,10 @@ def _weighed_by(effects: Effects, call: Call, told: Collection[fx.Node]) -> list
     for weights, values in () if outer is None else ((outer.left, outer.right), (outer.right, outer.left)):
         if scores_behind(region, weights.node, is_end) is None or is_weight(values.node):
             continue
+        if region.reaches(
+            values.node, _NORMALISED, call.node
+        ):  # the other factor weighs: masks by probabilities of classes
+            continue
         expression = region.express(weights.node, weights.dims, call.node)
         for product in scores.products_in(region, expression, atoms(outer.summed)):
             goal = region.leaves[product].node

@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention.sinks import without_shift
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, atoms, axes_of
@@ -30,7 +31,7 @@ from lz_compile.passes.formula.expressions import (
 )
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import reached, tensor_of
+from lz_compile.passes.graph.view import known_tensor, reached, tensor_of
 
 #: Fills at or below this are masking constants: no score of a trained model comes near them, and ``exp`` of the
 #: difference is zero in every dtype. -1e4 (BERT, GPT-2) is the least negative one in common use; it
@@ -332,8 +333,23 @@ def scores_behind(region: Region, node: fx.Node, is_end: Callable[[fx.Node], boo
             (is_product(region, each) or is_distance(region.effects, each))
             and not any(map(is_weight, _factors(region.effects, each)))
         ),
-        lambda each: is_end(each) or is_product(region, each) or _is_pooled(region, each) or _is_filled(region, each),
+        lambda each: (
+            is_end(each)
+            or is_product(region, each)
+            or _is_pooled(region, each)
+            or _is_filled(region, each)
+            or _is_normed(region, each, node)
+        ),
     )
+
+
+_NORMS = frozenset({"layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm"})
+
+
+def _is_normed(region: Region, node: fx.Node, scores: fx.Node) -> bool:
+    """Whether a call normalises something of another shape than scores: what is behind it are features of another layer."""
+    is_norm = region.effects.name(node) in _NORMS
+    return is_norm and shape_of(known_tensor(node)) != shape_of(known_tensor(scores))
 
 
 def _is_pooled(region: Region, node: fx.Node) -> bool:
