@@ -51,6 +51,9 @@ def near_misses() -> dict[str, Lookalike]:
         "weights_squared": Lookalike(weights_squared, qkv, "PROBABILITIES_CHANGED"),
         "epsilon_in_denominator": Lookalike(epsilon_in_denominator, qkv, "EPSILON_IN_DENOMINATOR"),
         "fill_of_zero": Lookalike(fill_of_zero, masked, "MASK_FILL_NOT_NEGLIGIBLE"),
+        "fill_of_a_tensor": Lookalike(
+            fill_of_a_tensor, (*masked, torch.tensor(-1e5)), "masked scores are set to fill, which is not known to"
+        ),
         "fill_of_minus_five": Lookalike(fill_of_minus_five, masked, "MASK_FILL_NOT_NEGLIGIBLE"),
         "mask_multiplies_scores": Lookalike(mask_multiplies_scores, (*qkv, other), "SCALE_BY_SCORE"),
         "denominator_of_another_mask": Lookalike(denominator_of_another_mask, (*masked, other), "DENOMINATOR"),
@@ -69,6 +72,9 @@ def near_misses() -> dict[str, Lookalike]:
         "softmax_that_may_pick_nothing": Lookalike(softmax_that_may_pick_nothing, qkv, "of the scores (exp, relu)"),
         "squares_of_scores": Lookalike(squares_of_scores, qkv, "of the scores (mul, div)"),
         "scores_through_relu": Lookalike(scores_through_relu, qkv, "SCORES_NOT_AFFINE"),
+        "scores_through_a_sine_and_casts": Lookalike(
+            scores_through_a_sine_and_casts, qkv, "SCORES_NOT_AFFINE] the scores pass through sin"
+        ),
         "two_softmaxes_subtracted": Lookalike(
             two_softmaxes_subtracted, (*qkv, normal(2, 6, 23, 8)), "PROBABILITIES_COMBINED"
         ),
@@ -171,6 +177,10 @@ def fill_of_zero(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Ten
     return _scores(query, key).masked_fill(~keep, 0.0).softmax(-1) @ value
 
 
+def fill_of_a_tensor(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, fill: Tensor) -> Tensor:
+    return torch.where(keep, _scores(query, key), fill).softmax(-1) @ value
+
+
 def fill_of_minus_five(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
     """Dropped scores become -5, which still has weight."""
     return torch.where(keep, _scores(query, key), -5.0).softmax(-1) @ value
@@ -252,6 +262,10 @@ def softmax_that_may_pick_nothing(query: Tensor, key: Tensor, value: Tensor) -> 
 def squares_of_scores(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     weights = (scores := _scores(query, key)) * scores
     return (weights / weights.sum(-1, keepdim=True)) @ value
+
+
+def scores_through_a_sine_and_casts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.sin(_scores(query, key)).contiguous().float().softmax(-1) @ value
 
 
 def scores_through_relu(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

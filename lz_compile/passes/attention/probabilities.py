@@ -289,9 +289,10 @@ def _beside_sink(
     except RefusedError:
         sinks, keep = sympy.S.Zero, sympy.S.Zero
     if slope.has(_WHOLE) or keep != 1 or region.axes_in(sinks) & set(atoms(keys)):
+        beside = region.told(1 / slope if slope.has(_WHOLE) else added)
         raise RefusedError(
             "EPSILON_IN_DENOMINATOR",
-            f"the sum of exponentials is not the denominator by itself ({1 / slope if slope.has(_WHOLE) else added})",
+            f"the sum of exponentials is not the denominator by itself ({beside})",
             "divide by the sum alone, or by its sum with a positive number or exponential",
         )
     return 1 / slope, tidy(sympy.expand(sinks))

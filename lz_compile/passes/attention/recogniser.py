@@ -25,7 +25,7 @@ from lz_compile.passes.formula.algebra import ANCHORS, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.contraction import Contraction, Factor
 from lz_compile.passes.formula.expressions import INFINITY, tidy
-from lz_compile.passes.formula.pointwise import BENDS, applied, is_exponential
+from lz_compile.passes.formula.pointwise import BENDS, applied, is_exponential, is_moved, is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import OUT_OF_PLACE, MutatedError, NearMiss, RefusedError, refusal_of, where_of
 from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of
@@ -246,7 +246,8 @@ class Reader(Generic[Made]):
     def _checked(self, read: Weighing) -> Made:
         bias = read.scores.bias
         if bias.has(INFINITY):
-            raise RefusedError("MASK_NOT_UNDERSTOOD", f"the mask arithmetic stays unresolved ({bias})", "use where")
+            text = f"the mask arithmetic stays unresolved ({read.region.told(bias)})"
+            raise RefusedError("MASK_NOT_UNDERSTOOD", text, "use where")
         return self.made(read)
 
 
@@ -288,13 +289,9 @@ def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
         node = leaf.node
         tensor = tensor_of(node)
         shape = None if tensor is None else shape_of(tensor)
-        call = outermost = region.effects.calls[node]
-        while (
-            outermost is not None
-            and call is not None
-            and call.name not in contraction.PRODUCTS
-            and len(node.all_input_nodes) == 1
-        ):
+        call, passed = region.effects.calls[node], dict[str, bool]()
+        while call is not None and call.name not in contraction.PRODUCTS and len(node.all_input_nodes) == 1:
+            passed[call.name] = is_moved(call) or is_pointwise(call)
             node = node.all_input_nodes[0]
             if tensor_of(node) is None or shape_of(known_tensor(node)) != shape:
                 break
@@ -302,7 +299,7 @@ def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
             if inner is not None and inner.name in SCORES:
                 raise RefusedError(
                     "SCORES_NOT_AFFINE",
-                    f"the scores pass through {outermost.name}",
+                    f"the scores pass through {', '.join([x for x, is_read in passed.items() if not is_read] or passed)}",
                     "scale, mask, bias or tanh-cap the scores; other functions have no kernel",
                 )
             call = inner
