@@ -127,7 +127,7 @@ def _weighed_by(effects: Effects, call: Call, told: Collection[fx.Node]) -> list
         return node in told or each is None or not (is_read(each) or layout.rearranges(each))
 
     for weights, values in () if outer is None else ((outer.left, outer.right), (outer.right, outer.left)):
-        if scores_behind(region, weights.node, is_end) is None or is_weight(values.node):
+        if not outer.summed or scores_behind(region, weights.node, is_end) is None or is_weight(values.node):
             continue
         if region.reaches(
             values.node, _NORMALISED, call.node
