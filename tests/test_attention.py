@@ -105,11 +105,30 @@ def test_exponentials_are_read_by_any_name(name: str) -> None:
         weights = EXPONENTIALS[name](q @ k.mT / 4)
         return weights @ v / weights.sum(-1, keepdim=True)
 
+    _is_read(attention)
+
+
+def _is_read(attention: Callable[..., Tensor]) -> None:
+    """Rewritten, and right."""
     inputs = [heads(2, 3, each, 8) for each in (5, 7, 7)]
     backend = Rewriting(lock={"attention": "lz.blocked"})
     got = torch.compile(attention, backend=backend, fullgraph=True)(*inputs)
     assert [(match.op, match.rewritten) for match in backend.report.matches] == [("attention", True)], backend.why_not()
     torch.testing.assert_close(got.double(), attention(*(each.double() for each in inputs)), rtol=1e-5, atol=1e-5)
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "softmin": lambda q, k, v: F.softmin(-(q @ k.mT), -1) @ v,
+    "softmin, cast": lambda q, k, v: F.softmin(q @ k.mT * -0.3, dim=-1, dtype=torch.float64).to(q.dtype) @ v,
+    "added to zeros": lambda q, k, v: torch.baddbmm(
+        torch.zeros(1, 1, 1, dtype=q.dtype), (q @ k.mT).softmax(-1).flatten(0, 1), v.flatten(0, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_smallest_and_sums_with_zeros_are_read(name: str) -> None:
+    _is_read(PRODUCTS[name])
 
 
 # ---- what users have reported of Inductor, written anew -------------------------------------------------------------

@@ -179,7 +179,7 @@ def _softmax_over(region: Region, leaf: Leaf, node: fx.Node, keys: tuple[Axis, .
 def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: tuple[Axis, ...]) -> Probabilities:
     sums = _sums(region, expression, keys)
     if not sums:
-        scores, keep = _logarithm(expression)
+        scores, keep = _logarithm(region, expression)
         return Probabilities(scores, dims, keep=keep, unnormalised=expression, is_exponential=True)
     if len(sums) > 1:
         raise RefusedError("DENOMINATOR_UNCLEAR", "several sums divide the exponentials", "divide by one sum")
@@ -199,7 +199,7 @@ def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: 
             "SINK_NOT_UNDERSTOOD", "a number is added to a sum that has a sink already", "add one of them"
         )
     sinks = sinks if column is None else column
-    scores, keep = _logarithm(summand)
+    scores, keep = _logarithm(region, summand)
     told = {"is_exponential": not is_logarithm, "rounds_masked_rows": is_logarithm and sinks is None}
     return Probabilities(scores, dims, gain, keep, sinks=sinks, **told)
 
@@ -285,7 +285,7 @@ def _beside_sink(
     slope = sympy.simplify(sympy.diff(inverse, _WHOLE))
     added = sympy.powsimp(sympy.expand(inverse.xreplace({_WHOLE: sympy.S.Zero}) / slope))
     try:
-        sinks, keep = _logarithm(sympy.simplify(_with_exponentials(region, added)))
+        sinks, keep = _logarithm(region, sympy.simplify(_with_exponentials(region, added)))
     except RefusedError:
         sinks, keep = sympy.S.Zero, sympy.S.Zero
     if slope.has(_WHOLE) or keep != 1 or region.axes_in(sinks) & set(atoms(keys)):
@@ -362,7 +362,7 @@ def _summand(
     return sympy.exp(expression) if call.name == "logsumexp" else expression, None
 
 
-def _logarithm(summand: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
+def _logarithm(region: Region, summand: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
     """``(scores, keep)`` with ``summand == keep * exp(scores)``, ``keep`` an indicator."""
     summand = reduce_indicators(summand) if not isinstance(summand, (sympy.Mul, sympy.exp)) else summand
     summand = sympy.factor_terms(summand)
@@ -376,6 +376,6 @@ def _logarithm(summand: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
         elif factor.is_number and factor.is_positive:
             scores += sympy.log(factor)
         else:
-            text = "the normalised weights are not exponentials of scores alone"
+            text = f"the weights hold {region.told(factor)}, which is no exponential of scores"
             raise RefusedError("NOT_AN_EXPONENTIAL", text, "normalise exp(scores), and weight the values by the rest")
     return scores, keep
