@@ -121,13 +121,15 @@ def _weighed_by(effects: Effects, call: Call, told: Collection[fx.Node]) -> list
     region = Region(effects, expand_masks=True, functions=BENDS)
     dims = fresh(shape_of(known_tensor(call.node)))
     outer = contraction.read(region, call, dims)
+    if outer is None or not outer.summed:
+        return []
 
     def is_end(node: fx.Node) -> bool:
         each = effects.calls[node]
         return node in told or each is None or not (is_read(each) or layout.rearranges(each))
 
-    for weights, values in () if outer is None else ((outer.left, outer.right), (outer.right, outer.left)):
-        if not outer.summed or scores_behind(region, weights.node, is_end) is None or is_weight(values.node):
+    for weights, values in ((outer.left, outer.right), (outer.right, outer.left)):
+        if scores_behind(region, weights.node, is_end) is None or is_weight(values.node):
             continue
         if region.reaches(
             values.node, _NORMALISED, call.node

@@ -146,7 +146,7 @@ def softmin(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any
 #: What is spelled out as torch itself has it, by the function that Dynamo leaves in its graph.
 CALLED: Mapping[Any, Callable[..., Any]] = {F.multi_head_attention_forward: multi_head_attention, F.softmin: softmin}
 #: All that is spelled out.
-BODIES: Mapping[Any, Callable[..., Any]] = CALLED | {
+BODIES: Mapping[Any, Callable[..., Any]] = {**CALLED} | {
     getattr(torch, name): body
     for name, body in (
         ("_native_multi_head_attention", native_multi_head_attention),
