@@ -104,7 +104,7 @@ def unread(op: str, graph: fx.Graph, effects: Effects, covered: Collection[fx.No
 
 def without_softmax(op: str, graph: fx.Graph, effects: Effects, told: Collection[fx.Node]) -> Iterator[NearMiss]:
     """A near miss for values that are weighed by a function of scores that is no softmax, where nothing else was ``told``."""
-    for node in graph.nodes:
+    for node in () if effects.reshapes else graph.nodes:
         call = effects.calls[node]
         if call is None or call.name not in contraction.PRODUCTS - {"linear", "addmm"} or node in told:
             continue
