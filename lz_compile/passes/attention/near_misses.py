@@ -25,7 +25,7 @@ from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.contraction import is_distance
-from lz_compile.passes.formula.pointwise import BENDS, bends, is_exponential, is_pointwise, is_read
+from lz_compile.passes.formula.pointwise import BENDS, POINTWISE, bends, is_exponential, is_pointwise, is_read
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import (
     OUT_OF_PLACE,
@@ -118,7 +118,8 @@ def without_softmax(op: str, graph: fx.Graph, effects: Effects, told: Collection
 
 def _weighed_by(effects: Effects, call: Call, told: Collection[fx.Node]) -> list[Call]:
     """The functions of scores, no affine ones, that a product weighs values by as it sums over the keys."""
-    region = Region(effects, expand_masks=True, functions=BENDS)
+    functions = {name: rule for name, rule in BENDS.items() if name not in POINTWISE}  # masks choose, and bend nothing
+    region = Region(effects, expand_masks=True, functions=functions)
     dims = fresh(shape_of(known_tensor(call.node)))
     outer = contraction.read(region, call, dims)
     if outer is None or not outer.summed:
