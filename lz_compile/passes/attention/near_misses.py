@@ -23,9 +23,10 @@ from lz_compile.passes.attention import scores
 from lz_compile.passes.attention.scores import FAR, is_product, is_weight, mixed_scores, path_to, scores_behind
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.arithmetic import CHOICES
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.contraction import is_distance
-from lz_compile.passes.formula.pointwise import BENDS, POINTWISE, bends, is_exponential, is_pointwise, is_read
+from lz_compile.passes.formula.pointwise import BENDS, bends, is_exponential, is_pointwise, is_read
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import (
     OUT_OF_PLACE,
@@ -118,7 +119,7 @@ def without_softmax(op: str, graph: fx.Graph, effects: Effects, told: Collection
 
 def _weighed_by(effects: Effects, call: Call, told: Collection[fx.Node]) -> list[Call]:
     """The functions of scores, no affine ones, that a product weighs values by as it sums over the keys."""
-    functions = {name: rule for name, rule in BENDS.items() if name not in POINTWISE}  # masks choose, and bend nothing
+    functions = {name: rule for name, rule in BENDS.items() if name not in CHOICES}  # masks choose, and bend nothing
     region = Region(effects, expand_masks=True, functions=functions)
     dims = fresh(shape_of(known_tensor(call.node)))
     outer = contraction.read(region, call, dims)
