@@ -51,11 +51,15 @@ def near_misses() -> dict[str, Lookalike]:
         "weights_squared": Lookalike(weights_squared, qkv, "PROBABILITIES_CHANGED"),
         "epsilon_in_denominator": Lookalike(epsilon_in_denominator, qkv, "EPSILON_IN_DENOMINATOR"),
         "fill_of_zero": Lookalike(fill_of_zero, masked, "MASK_FILL_NOT_NEGLIGIBLE"),
+        "fill_of_a_tensor": Lookalike(
+            fill_of_a_tensor, (*masked, torch.tensor(-1e5)), "masked scores are set to fill, which is not known to"
+        ),
         "fill_of_minus_five": Lookalike(fill_of_minus_five, masked, "MASK_FILL_NOT_NEGLIGIBLE"),
         "mask_multiplies_scores": Lookalike(mask_multiplies_scores, (*qkv, other), "SCALE_BY_SCORE"),
         "denominator_of_another_mask": Lookalike(denominator_of_another_mask, (*masked, other), "DENOMINATOR"),
         "denominator_without_the_mask": Lookalike(denominator_without_the_mask, masked, "DENOMINATOR_OF_ANOTHER_SUM"),
         "difference_of_heads": Lookalike(difference_of_heads, qkv, "PROBABILITIES_COMBINED"),
+        "summed_by_einsum": Lookalike(summed_by_einsum, qkv, "the weights hold 1/einsum"),
         "exponentials_not_divided": Lookalike(exponentials_not_divided, qkv, "NOT_NORMALISED"),
         "key_overwritten_in_between": Lookalike(key_overwritten_in_between, qkv, "OPERAND_MUTATED"),
         "scores_overwritten_through_a_view": Lookalike(scores_overwritten_through_a_view, qkv, "SCORES_NOT_READ"),
@@ -63,7 +67,15 @@ def near_misses() -> dict[str, Lookalike]:
         "scores_scaled_one_by_one": Lookalike(
             scores_scaled_one_by_one, (*qkv, 0.1 * normal(12, 19, 23)), "SCORES_LARGE"
         ),
+        "sigmoid_of_scores": Lookalike(
+            sigmoid_of_scores, qkv, "NO_SOFTMAX] the values are weighed by a function of the scores (sigmoid)"
+        ),
+        "softmax_that_may_pick_nothing": Lookalike(softmax_that_may_pick_nothing, qkv, "of the scores (exp, relu)"),
+        "squares_of_scores": Lookalike(squares_of_scores, qkv, "of the scores (mul, div)"),
         "scores_through_relu": Lookalike(scores_through_relu, qkv, "SCORES_NOT_AFFINE"),
+        "scores_through_a_sine_and_casts": Lookalike(
+            scores_through_a_sine_and_casts, qkv, "SCORES_NOT_AFFINE] the scores pass through sin"
+        ),
         "two_softmaxes_subtracted": Lookalike(
             two_softmaxes_subtracted, (*qkv, normal(2, 6, 23, 8)), "PROBABILITIES_COMBINED"
         ),
@@ -166,6 +178,10 @@ def fill_of_zero(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Ten
     return _scores(query, key).masked_fill(~keep, 0.0).softmax(-1) @ value
 
 
+def fill_of_a_tensor(query: Tensor, key: Tensor, value: Tensor, keep: Tensor, fill: Tensor) -> Tensor:
+    return torch.where(keep, _scores(query, key), fill).softmax(-1) @ value
+
+
 def fill_of_minus_five(query: Tensor, key: Tensor, value: Tensor, keep: Tensor) -> Tensor:
     """Dropped scores become -5, which still has weight."""
     return torch.where(keep, _scores(query, key), -5.0).softmax(-1) @ value
@@ -195,6 +211,11 @@ def difference_of_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     weights = _scores(query, key).softmax(-1).unflatten(1, (3, 2))
     factor = (value[0, 0, 0] * value[0, 0, 1]).sum().exp() - (value[0, 0, 0] * value[0, 0, 2]).sum().exp()
     return (weights[:, :, 0] - factor * weights[:, :, 1]) @ value[:, :3]
+
+
+def summed_by_einsum(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = _scores(query, key).exp()
+    return (weights / torch.einsum("bhqk->bhq", weights)[..., None]) @ value
 
 
 def exponentials_not_divided(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -229,6 +250,28 @@ def scores_scaled_one_by_one(q: Tensor, k: Tensor, v: Tensor, scales: Tensor) ->
     for scale in scales.unbind(0):
         scores = scores + scores * scale
     return scores.softmax(-1) @ v
+
+
+def sigmoid_of_scores(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Sigmoid attention."""
+    return torch.sigmoid(_scores(query, key) - 3) @ value
+
+
+def softmax_that_may_pick_nothing(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Softpick."""
+    scores = _scores(query, key)
+    top = scores.amax(-1, keepdim=True)
+    weights = (scores - top).exp() - (-top).exp()
+    return weights.relu() / (weights.abs().sum(-1, keepdim=True) + 1e-6) @ value
+
+
+def squares_of_scores(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = (scores := _scores(query, key)) * scores
+    return (weights / weights.sum(-1, keepdim=True)) @ value
+
+
+def scores_through_a_sine_and_casts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.sin(_scores(query, key)).contiguous().float().softmax(-1) @ value
 
 
 def scores_through_relu(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

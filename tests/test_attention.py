@@ -90,6 +90,47 @@ def test_lookalikes_are_left_alone_with_their_reason(name: str) -> None:
     assert all(miss.edit and miss.where for miss in backend.report.near_misses)
 
 
+EXPONENTIALS: dict[str, Callable[[Tensor], Tensor]] = {
+    "float_power": lambda s: torch.float_power(math.e, s).to(s.dtype),
+    "float_power of a tensor": lambda s: torch.float_power(torch.tensor(1.7), s).to(s.dtype),
+    "ldexp": lambda s: torch.ldexp(torch.ones(()), s),
+    "expm1": lambda s: s.expm1() + 1,
+    "special.expm1": lambda s: 1 + torch.special.expm1(s),
+}
+
+
+@pytest.mark.parametrize("name", EXPONENTIALS)
+def test_exponentials_are_read_by_any_name(name: str) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = EXPONENTIALS[name](q @ k.mT / 4)
+        return weights @ v / weights.sum(-1, keepdim=True)
+
+    _is_read(attention)
+
+
+def _is_read(attention: Callable[..., Tensor]) -> None:
+    """Rewritten, and right."""
+    inputs = [heads(2, 3, each, 8) for each in (5, 7, 7)]
+    backend = Rewriting(lock={"attention": "lz.blocked"})
+    got = torch.compile(attention, backend=backend, fullgraph=True)(*inputs)
+    assert [(match.op, match.rewritten) for match in backend.report.matches] == [("attention", True)], backend.why_not()
+    torch.testing.assert_close(got.double(), attention(*(each.double() for each in inputs)), rtol=1e-5, atol=1e-5)
+
+
+PRODUCTS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "softmin": lambda q, k, v: F.softmin(-(q @ k.mT), -1) @ v,
+    "softmin, cast": lambda q, k, v: F.softmin(q @ k.mT * -0.3, dim=-1, dtype=torch.float64).to(q.dtype) @ v,
+    "added to zeros": lambda q, k, v: torch.baddbmm(
+        torch.zeros(1, 1, 1, dtype=q.dtype), (q @ k.mT).softmax(-1).flatten(0, 1), v.flatten(0, 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_the_smallest_and_sums_with_zeros_are_read(name: str) -> None:
+    _is_read(PRODUCTS[name])
+
+
 # ---- what users have reported of Inductor, written anew -------------------------------------------------------------
 
 

@@ -481,11 +481,19 @@ def _ring(x: Tensor, beta: Tensor) -> Tensor:
     return out
 
 
-@pytest.mark.parametrize("function", [_leaky, _integrator, _ring])
+def _two_blocks(x: Tensor, beta: Tensor) -> Tensor:
+    """Linear attention over two blocks: the first state is zero, so that there is one sum of two terms."""
+    state = torch.zeros(x.shape[0], x.shape[2], x.shape[2])
+    for block in x.chunk(2, 1):
+        state = state * torch.exp(-beta)[..., None] + block.mT @ block
+    return state
+
+
+@pytest.mark.parametrize("function", [_leaky, _integrator, _ring, _two_blocks])
 def test_steps_of_recurrences_are_no_blends(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch._dynamo.reset()
     backend = Rewriting()
-    torch.compile(function, backend=backend, fullgraph=True)(torch.randn(2, 6, 8), torch.rand(2, 1))
+    torch.compile(function, backend=backend, fullgraph=True)(torch.randn(2, 6, 8).requires_grad_(), torch.rand(2, 1))
     found = [match.op for match in backend.report.matches] + [miss.op for miss in backend.report.near_misses]
     assert "blend" not in found, backend.why_not()
 

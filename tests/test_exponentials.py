@@ -90,8 +90,10 @@ LOOKALIKES: dict[str, Spelling] = {
     "square": lambda s, v: _quotient(s**2, v),
 }
 
-#: Of those that a softmax is meant by.
+#: Of those that a softmax is meant by, or that weigh values by another function of scores.
 TOLD = {
+    "power of a value": {"NO_SOFTMAX"},
+    "square": {"NO_SOFTMAX"},
     "divided by the sum in another base": {"DENOMINATOR_OF_ANOTHER_SUM"},
     "logarithm of another base": {"EPSILON_IN_DENOMINATOR"},
 }

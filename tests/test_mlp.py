@@ -460,6 +460,49 @@ def test_a_gate_of_projections_with_adapters_is_one_of_projections(scales: list[
         torch.testing.assert_close(got, wanted, rtol=1e-9, atol=1e-9)
 
 
+#: How rows are computed by parts of their weight: the parts of an input times those of a weight are summed.
+BY_PARTS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cat": lambda x, w: torch.cat([F.linear(x, each) for each in w.split(12)], -1),
+    "cat with a bias": lambda x, w: torch.cat([F.linear(x, each) + w[:12, 0] for each in w.split(12)], -1),
+    "cat of heads": lambda x, w: torch.cat([F.linear(x, each).unflatten(-1, (3, 4)) for each in w.split(12)], -2),
+    "stack": lambda x, w: torch.stack([F.linear(x, each) for each in w.split(12)], -2),
+    "sum": lambda x, w: sum(F.linear(a, b) for a, b in zip(x.split(4, -1), w.split(4, 1), strict=True)),
+    "sum from zeros": lambda x, w: (
+        torch.zeros(3, 24, dtype=x.dtype) + F.linear(x[:, :4], w[:, :4]) + F.linear(x[:, 4:], w[:, 4:])
+    ),
+    "sum of a stack": lambda x, w: torch.stack([F.linear(x[:, at::2], w[:, at::2]) for at in range(2)]).sum(0),
+}
+
+
+@pytest.mark.parametrize("parts", BY_PARTS)
+def test_a_gate_is_computed_by_parts_of_its_weight(parts: str) -> None:
+    """As in models that are cut for several devices."""
+    gate, up = (torch.randn(24, 8, dtype=torch.float64) for _ in range(2))
+
+    def mlp(x: Tensor) -> Tensor:
+        return F.silu(BY_PARTS[parts](x, gate)) * BY_PARTS[parts](x, up)
+
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    result, backend = _run(mlp, x)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    pairs = [(each, *torch.autograd.grad(each.square().sum(), x)) for each in (result, mlp(x))]
+    torch.testing.assert_close(*pairs, rtol=1e-9, atol=1e-9)
+
+
+def test_a_row_is_also_read_in_the_view_in_which_it_is_activated() -> None:
+    """As in RecurrentGemma, whose gates are made of the row that they gate."""
+    weight, mix = torch.randn(6, 5, dtype=torch.float64), torch.randn(8, 8, dtype=torch.float64)
+
+    def gated(x: Tensor) -> tuple[Tensor, Tensor]:
+        row = F.linear(x, weight).transpose(1, 2)
+        return torch.sigmoid(row @ mix) * row, row.flatten(1)
+
+    x = torch.randn(2, 8, 5, dtype=torch.float64)
+    result, backend = _run(gated, x)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    torch.testing.assert_close(result, gated(x), rtol=1e-9, atol=1e-9)
+
+
 def test_residuals_beside_projections_are_no_row_of_an_activation() -> None:
     first, second = nn.Linear(16, 16), nn.Linear(16, 16)
 

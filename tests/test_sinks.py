@@ -73,6 +73,17 @@ SPELLINGS: dict[str, Spelling] = {
         (s.softmax(-1) @ v) * ((lse := s.logsumexp(-1, True)) - torch.logaddexp(lse, t)).exp()
     ),
     "probabilities by a sum of logarithms": lambda s, v, t: (s - torch.logaddexp(s.logsumexp(-1, True), t)).exp() @ v,
+    "share before the values": lambda s, v, t: (s.softmax(-1) * (s.logsumexp(-1, True) - t).sigmoid()) @ v,
+    "share before the values, by hand": lambda s, v, t: s.softmax(-1) * torch.sigmoid(_total(s).log() - t) @ v,
+    "share before the values, of shifted scores": lambda s, v, t: (
+        (s - s.amax(-1, True)).softmax(-1) * (1 - (t - s.logsumexp(-1, True)).sigmoid()) @ v
+    ),
+    "share of exponentials before the values": lambda s, v, t: (
+        (s - (lse := s.logsumexp(-1, True))).exp() * F.logsigmoid(lse - t).exp() @ v
+    ),
+    "share before the values, by a sum of exponentials": lambda s, v, t: (
+        s.softmax(-1) * ((w := _total(s)) / (w + t.exp())) @ v
+    ),
     "share of transposed rows": lambda s, v, t: (
         (s.softmax(-1) @ v).transpose(1, 2) * (s.logsumexp(-1, True) - t).sigmoid().transpose(1, 2)
     ).transpose(1, 2),
@@ -262,6 +273,14 @@ OTHERS: dict[str, tuple[Spelling, str]] = {
     ),
     "twice the logarithm": (
         lambda s, v, t: (s.softmax(-1) @ v) * (2 * s.logsumexp(-1, True) - t).sigmoid(),
+        "INTERIOR_USED",
+    ),
+    "logarithm of other scores, before the values": (
+        lambda s, v, t: (s.softmax(-1) * ((s * 2).logsumexp(-1, True) - t).sigmoid()) @ v,
+        "INTERIOR_USED",
+    ),
+    "square of the share, before the values": (
+        lambda s, v, t: (s.softmax(-1) * (s.logsumexp(-1, True) - t).sigmoid() ** 2) @ v,
         "INTERIOR_USED",
     ),
     "logarithm of other scores": (

@@ -15,7 +15,7 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import recogniser
 from lz_compile.passes.attention.blocks import Blocks, Missed
 from lz_compile.passes.attention.emitter import AttentionEmitter, Finish
-from lz_compile.passes.attention.near_misses import unread
+from lz_compile.passes.attention.near_misses import unread, without_softmax
 from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.attention.recogniser import OP, SOFTMAX, Weighing, softmaxes_behind
 from lz_compile.passes.attention.roles import assign_roles
@@ -53,7 +53,10 @@ def attentions(graph: fx.Graph, effects: Effects, masks: Masks, finish: Finish) 
     told = Blocks(effects).told(missed)
     yield from told
     driver.covered.update(*(each.softmaxes for each in missed), *(miss.pieces for miss in told))
-    yield from unread(OP, graph, effects, driver.covered)
+    others = [*unread(OP, graph, effects, driver.covered)]
+    yield from others
+    driver.covered.update(each.node for each in others + [each.miss for each in missed])
+    yield from without_softmax(OP, graph, effects, driver.covered)
 
 
 def _may_be_last(effects: Effects, node: fx.Node) -> bool:

@@ -9,9 +9,12 @@ axis of the keys stays what it is, which tells them from a router, whose weights
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
+import sympy
 from torch import fx
 
 from lz_compile.ground.records import Reason
@@ -20,9 +23,10 @@ from lz_compile.passes.attention import scores
 from lz_compile.passes.attention.scores import FAR, is_product, is_weight, mixed_scores, path_to, scores_behind
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
+from lz_compile.passes.formula.arithmetic import CHOICES
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.contraction import is_distance
-from lz_compile.passes.formula.pointwise import is_exponential, is_pointwise
+from lz_compile.passes.formula.pointwise import BENDS, bends, is_exponential, is_pointwise, is_read
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import (
     OUT_OF_PLACE,
@@ -97,6 +101,52 @@ def unread(op: str, graph: fx.Graph, effects: Effects, covered: Collection[fx.No
         found = _reason(effects, call, covered)
         if found is not None:
             yield NearMiss(op, node, *found, where_of(node))
+
+
+def without_softmax(op: str, graph: fx.Graph, effects: Effects, told: Collection[fx.Node]) -> Iterator[NearMiss]:
+    """A near miss for values that are weighed by a function of scores that is no softmax, where nothing else was ``told``."""
+    for node in () if effects.reshapes else graph.nodes:
+        call = effects.calls[node]
+        if call is None or call.name not in contraction.PRODUCTS - {"linear", "addmm"} or node in told:
+            continue
+        found = _answer(_weighed_by, effects, call, told)
+        if found:
+            names = ", ".join(dict.fromkeys(each.name for each in found))
+            text = f"the values are weighed by a function of the scores ({names}) that is read as no softmax"
+            edit = "weigh them by softmax(scores) where attention is meant; other weights stay with Inductor"
+            yield NearMiss(op, found[-1].node, Reason("NO_SOFTMAX", text), edit, where_of(node))
+
+
+def _weighed_by(effects: Effects, call: Call, told: Collection[fx.Node]) -> list[Call]:
+    """The functions of scores, no affine ones, that a product weighs values by as it sums over the keys."""
+    functions = {name: rule for name, rule in BENDS.items() if name not in CHOICES}  # masks choose, and bend nothing
+    region = Region(effects, expand_masks=True, functions=functions)
+    dims = fresh(shape_of(known_tensor(call.node)))
+    outer = contraction.read(region, call, dims)
+    if outer is None or not outer.summed:
+        return []
+
+    def is_end(node: fx.Node) -> bool:
+        each = effects.calls[node]
+        return node in told or each is None or not (is_read(each) or layout.rearranges(each))
+
+    for weights, values in ((outer.left, outer.right), (outer.right, outer.left)):
+        if scores_behind(region, weights.node, is_end) is None or is_weight(values.node):
+            continue
+        if region.reaches(
+            values.node, _NORMALISED, call.node
+        ):  # the other factor weighs: masks by probabilities of classes
+            continue
+        expression = region.express(weights.node, weights.dims, call.node)
+        for product in scores.products_in(region, expression, atoms(outer.summed)):
+            goal = region.leaves[product].node
+            if any(map(is_weight, goal.all_input_nodes)):
+                continue
+            path = path_to([weights.node], lambda node: node.all_input_nodes, partial(operator.is_, goal), is_end)
+            if path is not None and sympy.diff(expression, product).has(product):
+                calls = [each for node in reversed(path[:-1]) if (each := effects.calls[node]) is not None]
+                return [each for each in calls if bends(each)] or [x for x in calls if not layout.rearranges(x)]
+    return []
 
 
 def _normalises(effects: Effects, call: Call) -> bool:

@@ -60,7 +60,7 @@ def read(region: Region, node: fx.Node, dims: Dims, reader: fx.Node, keys: tuple
     expression, zero_rows = _strip_nan_to_num(region, expression)
     normalised = _softmax_leaf(region, expression)
     is_divided = normalised is not None and any(
-        _is_of_softmax(region, each) for each in _sums(region, expression, keys)
+        region.functions or _is_of_softmax(region, each) for each in _sums(region, expression, keys)
     )
     if normalised is not None and not is_divided:
         found = _from_softmax(region, expression, normalised, keys)
@@ -179,16 +179,18 @@ def _softmax_over(region: Region, leaf: Leaf, node: fx.Node, keys: tuple[Axis, .
 def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: tuple[Axis, ...]) -> Probabilities:
     sums = _sums(region, expression, keys)
     if not sums:
-        scores, keep = _logarithm(expression)
+        scores, keep = _logarithm(region, expression)
         return Probabilities(scores, dims, keep=keep, unnormalised=expression, is_exponential=True)
     if len(sums) > 1:
         raise RefusedError("DENOMINATOR_UNCLEAR", "several sums divide the exponentials", "divide by one sum")
     total = sums[0]
     summand, column = _summand(region, total, dims, keys)
     is_logarithm = _is_logarithm(region, total)
-    given, (expression, summand) = expression, (_as_exponential(region, each, keys) for each in (expression, summand))
+    is_of_softmax = _is_of_softmax(region, total)
+    share = None if is_of_softmax else summand / _whole(region, total)
+    expression, summand = (_as_exponential(region, each, keys, share) for each in (expression, summand))
     gain, sinks = _ratio(region, expression, total, summand, keys)
-    if sinks is not None and given != expression:  # it is one beside probabilities, no exponentials
+    if sinks is not None and is_of_softmax:  # it is one beside probabilities, no exponentials
         raise RefusedError(
             "EPSILON_IN_DENOMINATOR", "a number is added to the sum of probabilities", "divide by the sum"
         )
@@ -197,7 +199,7 @@ def _from_exponential(region: Region, expression: sympy.Expr, dims: Dims, keys: 
             "SINK_NOT_UNDERSTOOD", "a number is added to a sum that has a sink already", "add one of them"
         )
     sinks = sinks if column is None else column
-    scores, keep = _logarithm(summand)
+    scores, keep = _logarithm(region, summand)
     told = {"is_exponential": not is_logarithm, "rounds_masked_rows": is_logarithm and sinks is None}
     return Probabilities(scores, dims, gain, keep, sinks=sinks, **told)
 
@@ -207,13 +209,25 @@ def _is_of_softmax(region: Region, total: sympy.Symbol) -> bool:
     return any(region.reaches(each, frozenset({"softmax"}), node) for each in node.all_input_nodes)
 
 
-def _as_exponential(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> sympy.Expr:
-    """The expression with exponentials in the place of a softmax: what makes the difference cancels out of a ratio."""
+def _as_exponential(
+    region: Region, expression: sympy.Expr, keys: tuple[Axis, ...], share: sympy.Expr | None
+) -> sympy.Expr:
+    """The expression with exponentials in the place of a softmax: what makes the difference cancels out of a ratio.
+
+    Or with the ``share`` of one in a sum, where those of a softmax are in proportion to it, and so are the same.
+    """
     symbol = _softmax_leaf(region, expression)
     if symbol is None or (leaf := region.leaves[symbol]).kind != "softmax":
         return expression
     call = _softmax_over(region, leaf, leaf.node, keys)
-    return expression.xreplace({symbol: sympy.exp(region.express(call.input, leaf.dims, call.node))})
+    exponential = sympy.exp(region.express(call.input, leaf.dims, call.node))
+    if share is None:
+        return expression.xreplace({symbol: exponential})
+    if region.axes_in(sympy.powsimp(exponential / share)) & set(atoms(keys)):
+        raise RefusedError(
+            "DENOMINATOR_OF_ANOTHER_SUM", "a softmax is weighted by a sum of other exponentials", "sum the same ones"
+        )
+    return expression.xreplace({symbol: share})
 
 
 def divided_by_sum(
@@ -271,13 +285,14 @@ def _beside_sink(
     slope = sympy.simplify(sympy.diff(inverse, _WHOLE))
     added = sympy.powsimp(sympy.expand(inverse.xreplace({_WHOLE: sympy.S.Zero}) / slope))
     try:
-        sinks, keep = _logarithm(sympy.simplify(_with_exponentials(region, added)))
+        sinks, keep = _logarithm(region, sympy.simplify(_with_exponentials(region, added)))
     except RefusedError:
         sinks, keep = sympy.S.Zero, sympy.S.Zero
     if slope.has(_WHOLE) or keep != 1 or region.axes_in(sinks) & set(atoms(keys)):
+        beside = region.told(1 / slope if slope.has(_WHOLE) else added)
         raise RefusedError(
             "EPSILON_IN_DENOMINATOR",
-            f"the sum of exponentials is not the denominator by itself ({1 / slope if slope.has(_WHOLE) else added})",
+            f"the sum of exponentials is not the denominator by itself ({beside})",
             "divide by the sum alone, or by its sum with a positive number or exponential",
         )
     return 1 / slope, tidy(sympy.expand(sinks))
@@ -347,7 +362,7 @@ def _summand(
     return sympy.exp(expression) if call.name == "logsumexp" else expression, None
 
 
-def _logarithm(summand: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
+def _logarithm(region: Region, summand: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
     """``(scores, keep)`` with ``summand == keep * exp(scores)``, ``keep`` an indicator."""
     summand = reduce_indicators(summand) if not isinstance(summand, (sympy.Mul, sympy.exp)) else summand
     summand = sympy.factor_terms(summand)
@@ -361,6 +376,6 @@ def _logarithm(summand: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
         elif factor.is_number and factor.is_positive:
             scores += sympy.log(factor)
         else:
-            text = "the normalised weights are not exponentials of scores alone"
+            text = f"the weights hold {region.told(factor)}, which is no exponential of scores"
             raise RefusedError("NOT_AN_EXPONENTIAL", text, "normalise exp(scores), and weight the values by the rest")
     return scores, keep

@@ -25,7 +25,7 @@ from lz_compile.passes.formula.algebra import ANCHORS, Region
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.contraction import Contraction, Factor
 from lz_compile.passes.formula.expressions import INFINITY, tidy
-from lz_compile.passes.formula.pointwise import BENDS, applied, is_exponential
+from lz_compile.passes.formula.pointwise import BENDS, applied, is_exponential, is_moved, is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import OUT_OF_PLACE, MutatedError, NearMiss, RefusedError, refusal_of, where_of
 from lz_compile.passes.graph.view import Call, known_tensor, reached, tensor_of
@@ -160,7 +160,9 @@ class Reader(Generic[Made]):
             raise RefusedError("OUTPUT_ACCUMULATES", "the product with the values is added to a tensor", "add it after")
         gain = tidy(sympy.expand(found.gain * outer.coefficient))
         if output is outer.call.node:
-            later = self._match_quotient(outer.call.node, is_needed=found.unnormalised is not None)
+            weights = [leaf.node for leaf in self.region.leaves_in(found.gain).values()]
+            own = [output] if not self.region.functions and _is_share(self.region, weights) else []
+            later = self._match_quotient(output, own, is_needed=found.unnormalised is not None)
             if later is not None:
                 return later
         else:
@@ -180,14 +182,16 @@ class Reader(Generic[Made]):
         gain, value_gain = self._split_gain(gain, read)
         return self._checked(replace(read, scores=inner, probabilities=found, gain=gain, value_gain=value_gain))
 
-    def _match_quotient(self, product: fx.Node, *, is_needed: bool) -> Made | None:
+    def _match_quotient(self, product: fx.Node, own: list[fx.Node], *, is_needed: bool) -> Made | None:
         """The division by the sum of the exponentials that comes after the values: read again from there.
 
-        Where it is not needed, the share that is left beside a sink, told by a sum of the exponentials or its logarithm.
+        Where it is not needed, the share that is left beside a sink, told by a sum of the exponentials or its logarithm:
+        it may be the product's ``own``, too.
         """
         given = self.region
-        for candidate in _quotients(given.effects, product):
-            if not is_needed and not _is_share(given, candidate, product):
+        for candidate in own + _quotients(given.effects, product):
+            beside = [node for node in candidate.all_input_nodes if node is not product]
+            if not (is_needed or candidate in own or _is_share(given, beside)):
                 continue
             self.region = Region(
                 given.effects, expand_masks=given.expand_masks, functions=_SHARES, flag=given.flag, anchors=_ANCHORS
@@ -242,7 +246,8 @@ class Reader(Generic[Made]):
     def _checked(self, read: Weighing) -> Made:
         bias = read.scores.bias
         if bias.has(INFINITY):
-            raise RefusedError("MASK_NOT_UNDERSTOOD", f"the mask arithmetic stays unresolved ({bias})", "use where")
+            text = f"the mask arithmetic stays unresolved ({read.region.told(bias)})"
+            raise RefusedError("MASK_NOT_UNDERSTOOD", text, "use where")
         return self.made(read)
 
 
@@ -264,14 +269,18 @@ def _quotients(effects: Effects, product: fx.Node) -> list[fx.Node]:
     return [x.node for node in reached([product], moved) for x in calls(node) if x.name in ("div", "mul")]
 
 
-def _is_share(region: Region, candidate: fx.Node, product: fx.Node) -> bool:
-    """Whether something that ``product`` is multiplied with, or divided by, was made of a sum that no product follows."""
+def _is_share(region: Region, weights: list[fx.Node]) -> bool:
+    """Whether some of what probabilities, or what they give, are multiplied with or divided by was made of a sum.
+
+    No product follows that.
+    """
 
     def is_sum(node: fx.Node) -> bool:
         return region.effects.name(node) in ("sum", "logsumexp")
 
-    start = [node for node in candidate.all_input_nodes if node is not product]
-    return path_to(start, lambda node: node.all_input_nodes, is_sum, lambda node: is_product(region, node)) is not None
+    return (
+        path_to(weights, lambda node: node.all_input_nodes, is_sum, lambda node: is_product(region, node)) is not None
+    )
 
 
 def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
@@ -280,13 +289,9 @@ def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
         node = leaf.node
         tensor = tensor_of(node)
         shape = None if tensor is None else shape_of(tensor)
-        call = outermost = region.effects.calls[node]
-        while (
-            outermost is not None
-            and call is not None
-            and call.name not in contraction.PRODUCTS
-            and len(node.all_input_nodes) == 1
-        ):
+        call, passed = region.effects.calls[node], dict[str, bool]()
+        while call is not None and call.name not in contraction.PRODUCTS and len(node.all_input_nodes) == 1:
+            passed[call.name] = is_moved(call) or is_pointwise(call)
             node = node.all_input_nodes[0]
             if tensor_of(node) is None or shape_of(known_tensor(node)) != shape:
                 break
@@ -294,7 +299,7 @@ def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
             if inner is not None and inner.name in SCORES:
                 raise RefusedError(
                     "SCORES_NOT_AFFINE",
-                    f"the scores pass through {outermost.name}",
+                    f"the scores pass through {', '.join([x for x, is_read in passed.items() if not is_read] or passed)}",
                     "scale, mask, bias or tanh-cap the scores; other functions have no kernel",
                 )
             call = inner

@@ -15,6 +15,7 @@ import sympy
 import torch
 from torch import fx
 
+from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention.sinks import without_shift
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, atoms, axes_of
@@ -30,7 +31,7 @@ from lz_compile.passes.formula.expressions import (
 )
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import reached, tensor_of
+from lz_compile.passes.graph.view import known_tensor, reached, tensor_of
 
 #: Fills at or below this are masking constants: no score of a trained model comes near them, and ``exp`` of the
 #: difference is zero in every dtype. -1e4 (BERT, GPT-2) is the least negative one in common use; it
@@ -77,7 +78,7 @@ def read(
     Raises:
         RefusedError: there is one, but the scores are no affine function of it.
     """
-    products = [s for s in _ordered(expression) if _is_score_product(region.leaves.get(s), keys)]
+    products = products_in(region, expression, keys)
     if not products:
         return None
     product = products[0]
@@ -93,11 +94,11 @@ def read(
     expression, inner = _split_softcap(expression, product)
     gain, bias = _affine(reduce_indicators(expression), product if inner is None else _PROBE)
     bias = _as_values(region, bias)
-    keep, gain, offset, fills = _split_mask(gain, bias)
+    keep, gain, offset, fills = _split_mask(region, gain, bias)
     bias, fill = offset, (bias if keep != 1 else None)
     cap = None
     if inner is not None:
-        gain, cap = _inner_scale(inner, gain, product)
+        gain, cap = _inner_scale(region, inner, gain, product)
     left, right = contraction.left, contraction.right
     if set(atoms(keys)) & _axes(left):
         left, right = right, left
@@ -155,6 +156,11 @@ def _ordered(expression: sympy.Expr) -> list[sympy.Symbol]:
     return sorted(expression.free_symbols, key=lambda s: (len(s.name), s.name))
 
 
+def products_in(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> list[sympy.Symbol]:
+    """The products of queries and keys that an expression is made of."""
+    return [s for s in _ordered(expression) if _is_score_product(region.leaves.get(s), keys)]
+
+
 def _axes(factor: Factor) -> set[Axis]:
     return {axis for dim in factor.dims for axis in atoms(dim)}
 
@@ -192,7 +198,7 @@ def _affine(expression: sympy.Expr, variable: sympy.Symbol) -> tuple[sympy.Expr,
 
 
 def _split_mask(
-    gain: sympy.Expr, offset: sympy.Expr
+    region: Region, gain: sympy.Expr, offset: sympy.Expr
 ) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr, frozenset[sympy.Expr]]:
     """Factor the indicators out of ``gain``; where one of them is off, the scores must be a large negative fill.
 
@@ -206,7 +212,8 @@ def _split_mask(
             kept[flag] = sympy.S.One if off == 0 else sympy.S.Zero
             gain = on if off == 0 else off
     if indicators(gain):
-        raise RefusedError("MASK_SCALES_SCORES", f"a mask changes the scale of the scores ({gain})", "mask with a fill")
+        text = f"a mask changes the scale of the scores ({region.told(gain)})"
+        raise RefusedError("MASK_SCALES_SCORES", text, "mask with a fill")
     if len(kept) > MOST_MASKS:
         raise RefusedError("TOO_MANY_MASKS", f"{len(kept)} masks are combined on the scores", "combine the masks first")
     keep = sympy.Mul(*(flag if value == 1 else 1 - flag for flag, value in kept.items()))
@@ -217,34 +224,37 @@ def _split_mask(
             fills.add(reduce_indicators(offset.xreplace(chosen)))
     factor = min(1.0, abs(float(gain))) if gain.is_number else 1.0
     for fill in fills:
-        _check_fill(fill, MASKING_FILL * factor)
+        _check_fill(region, fill, MASKING_FILL * factor)
     return keep, gain, reduce_indicators(offset.xreplace(kept)), frozenset(fills)
 
 
-def _check_fill(fill: sympy.Expr, limit: float) -> None:
+def _check_fill(region: Region, fill: sympy.Expr, limit: float) -> None:
     """Refuse a fill of masked scores that is not large and negative, whatever masks are left in it."""
     for flag in indicators(fill):
-        _check_fill(reduce_indicators(fill.xreplace({flag: sympy.S.Zero})), limit)
+        _check_fill(region, reduce_indicators(fill.xreplace({flag: sympy.S.Zero})), limit)
         fill = reduce_indicators(fill.xreplace({flag: sympy.S.One}))
     infinite = fill.coeff(INFINITY)
     if not infinite.is_negative and (infinite != 0 or fill.as_coeff_Add()[0] > limit * (1 - 1e-9)):
+        is_known = not region.leaves_in(fill)
+        has = "still has weight" if is_known else "is not known to be negative enough to have no weight"
         raise RefusedError(
             "MASK_FILL_NOT_NEGLIGIBLE",
-            f"masked scores are set to {fill}, which still has weight after the softmax",
+            f"masked scores are set to {region.told(fill)}, which {has} after the softmax",
             f"fill with -inf, torch.finfo(dtype).min or anything up to {limit:g}",
         )
 
 
-def _inner_scale(argument: sympy.Expr, outer: sympy.Expr, product: sympy.Symbol) -> tuple[sympy.Expr, float]:
+def _inner_scale(
+    region: Region, argument: sympy.Expr, outer: sympy.Expr, product: sympy.Symbol
+) -> tuple[sympy.Expr, float]:
     """``outer * tanh(inner * product)`` as ``cap * tanh(scale * product / cap)``: ``(scale, cap)``.
 
     What the product is scaled by need be no number: where sizes are symbolic, it is made of one.
     """
     inner, rest = _affine(argument, product)
     if rest != 0 or not outer.is_number or indicators(inner):
-        raise RefusedError(
-            "SOFTCAP_NOT_UNDERSTOOD", f"the cap is not c * tanh(scores / c) ({outer} * tanh({argument}))", "cap plainly"
-        )
+        text = f"the cap is not c * tanh(scores / c) ({region.told(outer)} * tanh({region.told(argument)}))"
+        raise RefusedError("SOFTCAP_NOT_UNDERSTOOD", text, "cap plainly")
     return tidy(sympy.expand(inner * outer)), float(outer)
 
 
@@ -327,8 +337,23 @@ def scores_behind(region: Region, node: fx.Node, is_end: Callable[[fx.Node], boo
             (is_product(region, each) or is_distance(region.effects, each))
             and not any(map(is_weight, _factors(region.effects, each)))
         ),
-        lambda each: is_end(each) or is_product(region, each) or _is_pooled(region, each) or _is_filled(region, each),
+        lambda each: (
+            is_end(each)
+            or is_product(region, each)
+            or _is_pooled(region, each)
+            or _is_filled(region, each)
+            or _is_normed(region, each, node)
+        ),
     )
+
+
+_NORMS = frozenset({"layer_norm", "group_norm", "batch_norm", "instance_norm", "rms_norm"})
+
+
+def _is_normed(region: Region, node: fx.Node, scores: fx.Node) -> bool:
+    """Whether a call normalises something of another shape than scores: what is behind it are features of another layer."""
+    is_norm = region.effects.name(node) in _NORMS
+    return is_norm and shape_of(known_tensor(node)) != shape_of(known_tensor(scores))
 
 
 def _is_pooled(region: Region, node: fx.Node) -> bool:

@@ -67,9 +67,12 @@ class _Reader:
         """Whether a sum follows, by pointwise operations, from that of another step of the same loop, and detaches nothing.
 
         A membrane that leaks and resets, a moving average or a running softmax weigh what they hold; they blend no branches.
+        A first step may hold nothing yet, and is no blend then: its sum is what the second one weighs.
         """
         if self.forms.is_detached(form.host):
             return False
+        if form.seed in _alike(self.effects, anchor, lambda node: node.all_input_nodes):
+            return True
         directions = (lambda node: node.all_input_nodes), (lambda node: list(node.users))
         return any(self.forms.at(node) for each in directions for node in _alike(self.effects, anchor, each))
 

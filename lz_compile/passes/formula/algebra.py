@@ -38,7 +38,7 @@ from lz_compile.passes.formula.expressions import (
 )
 from lz_compile.passes.formula.pointwise import POINTWISE, Rule, is_exponential
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import MutatedError
+from lz_compile.passes.graph.refusal import MutatedError, told
 from lz_compile.passes.graph.view import Call, reached, tensor_of
 
 #: Of an expression; what is larger is a leaf, so that no graph takes exponential time. A bound by judgement, not measured.
@@ -180,6 +180,11 @@ class Region:
         """The leaves that some expressions are made of, by symbol."""
         symbols = {symbol for each in expressions for symbol in each.free_symbols} & self.leaves.keys()
         return {symbol: self.leaves[symbol] for symbol in sorted(symbols, key=str)}
+
+    def told(self, expression: sympy.Expr) -> str:
+        """An expression as reasons call what it is made of."""
+        leaves = self.leaves_in(expression).items()
+        return str(expression.xreplace({symbol: sympy.Symbol(told(leaf.node)) for symbol, leaf in leaves}))
 
     def axes_in(self, *expressions: sympy.Expr) -> frozenset[Axis]:
         """Everything that some expressions depend on."""

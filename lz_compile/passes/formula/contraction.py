@@ -17,6 +17,7 @@ from torch import fx
 from lz_compile.ground.sizes import Shape, product, shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, broadcast_from, fresh
+from lz_compile.passes.formula.expressions import constant_value
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, tensor_operands
@@ -220,9 +221,10 @@ def _with_addend(region: Region, found: Contraction, added: fx.Node, dims: Dims)
     if found.call.name == "linear":
         return replace(found, addend=(region.seen_by(found.call.node, added), dims, sympy.S.One))
     weight, coefficient = (region.scalar(found.call.get(name, 1)) for name in ("beta", "alpha"))
-    if weight == 0:
+    if weight == 0 or ((call := region.effects.calls.get(added)) is not None and constant_value(call) == 0):
         region.interior.setdefault(added, dims)
-    return replace(found, coefficient=coefficient, addend=None if weight == 0 else (added, dims, weight))
+        return replace(found, coefficient=coefficient)
+    return replace(found, coefficient=coefficient, addend=(added, dims, weight))
 
 
 def is_product_sum(region: Region, call: Call) -> bool:

@@ -39,6 +39,8 @@ _BOTTOM = -1e30
 #: How far from a half an exponent may be that numbers of 53 bits make.
 _ROUNDING = 1e-13
 
+_EXPONENTIALS = frozenset({"exp", "exp2", "expm1", "ldexp"})
+
 #: What a call computes, given the region that reads its operands; None where it has no reading.
 Rule: TypeAlias = "Callable[[Region, Call, Dims], sympy.Expr | None]"
 
@@ -96,9 +98,9 @@ def _pow(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
 
 
 def is_exponential(call: Call | None) -> bool:
-    """Whether a call raises a positive number to the power of a tensor: ``exp``, ``exp2``, ``c ** x``."""
+    """Whether a call raises a positive number to the power of a tensor: ``exp``, ``exp2``, ``c ** x``, ``exp(x) - 1``."""
     if call is None or call.name != "pow":
-        return call is not None and call.name in ("exp", "exp2")
+        return call is not None and call.name in _EXPONENTIALS
     source = read(call.input) if isinstance(call.input, fx.Node) else None
     base = plain_number(call.input) if source is None else constant_value(source)
     return base is not None and 0 < base < math.inf and is_floating(call.node)
@@ -176,6 +178,8 @@ POINTWISE: Mapping[str, Rule] = {
     "reciprocal": applied(lambda a: 1 / a),
     "exp": applied(_exponential),
     "exp2": applied(lambda a: _exponential(a * math.log(2.0))),
+    "expm1": applied(lambda a: _exponential(a) - 1),
+    "ldexp": applied(lambda x, y: x * _exponential(y * math.log(2.0)), "input", "other"),
     "log": applied(sympy.log),
     "log2": applied(lambda a: sympy.log(a) / math.log(2.0)),
     "log10": applied(lambda a: sympy.log(a) / math.log(10.0)),
@@ -340,7 +344,6 @@ BENDS: Mapping[str, Rule] = {
     "erf": applied(sympy.erf),
     "erfc": applied(lambda x: 1 - sympy.erf(x)),
     "ndtr": applied(_ndtr),
-    "expm1": applied(lambda x: sympy.exp(x) - 1),
     "log1p": applied(lambda x: sympy.log(1 + x)),
     "abs": applied(sympy.Abs),
     **dict.fromkeys(("clamp", "clamp_min", "clamp_max"), _bounded("min", "max", (None, None))),

@@ -146,16 +146,18 @@ def projection(
             return node if is_own or any(_is_weight(effects, each) for each in node.all_input_nodes) else None
         if call.name in ("add", "sub"):
             terms = [each for each in node.all_input_nodes if not _is_weight(effects, each)]
+        elif call.name in ("cat", "stack"):  # of the parts of several experts, or of a weight
+            terms = _first(call)
+        else:
+            terms = []
+        if terms:
             found = [projection(effects, each, products, left) for each in terms]
-            return found[0] if found and None not in found else None
-        if call.name == "cat":  # of the parts of several experts
-            parts = [effects.calls.get(each) for each in _first(call)]
-            is_whole = all(part is not None and part.name in products for part in parts)
-            following = parts[0].node if parts and parts[0] is not None and is_whole else None
-        elif call.name in ("mul", "div"):  # by a number
+            return found[0] if None not in found else None
+        if call.name in ("mul", "div"):  # by a number
             following = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
         else:
-            is_through = call.name in _SPLITS or layout.rearranges(call) or is_cast(call)
+            is_sum = call.name == "sum" and effects.name(call.input) == "stack"
+            is_through = is_sum or call.name in _SPLITS or layout.rearranges(call) or is_cast(call)
             following = call.input if is_through else None
         if not isinstance(following, fx.Node):
             return None
@@ -172,7 +174,7 @@ def _first(call: Call) -> list[fx.Node]:
 def _is_weight(effects: Effects, node: fx.Node, depth: int = _DEPTH) -> bool:
     """Whether a value is given, or is made of parts of what is."""
     call = effects.calls.get(node)
-    if call is None:
+    if call is None or is_constant(call):
         return True
     is_through = call.name in _MADE or layout.rearranges(call) or is_cast(call)
     return is_through and depth > 0 and all(_is_weight(effects, each, depth - 1) for each in _first(call))

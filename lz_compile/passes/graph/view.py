@@ -29,7 +29,7 @@ _PARAMETERS: Mapping[str, str] = {
     "input other": (
         "mul and or xor logical_xor bitwise_xor eq ne floordiv floor_divide mod fmod remainder rshift "
         "bitwise_right_shift lshift bitwise_left_shift maximum minimum gt ge lt le reshape_as matmul bmm mm "
-        "expand_as view_as type_as outer logaddexp"
+        "expand_as view_as type_as outer logaddexp ldexp"
     ),
     "input other rounding_mode": "div",
     "input exponent": "pow",
@@ -125,6 +125,7 @@ _SPELLINGS: Mapping[str, str] = {
     "logsigmoid": "log_sigmoid",
     "silu": "swish",
     "abs": "absolute",
+    "pow": "float_power",
 }
 _SYNONYMS: Mapping[str, str] = {other: name for name, others in _SPELLINGS.items() for other in others.split()}
 

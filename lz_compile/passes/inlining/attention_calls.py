@@ -138,8 +138,15 @@ def transformer_encoder_layer(
     return F.layer_norm(x + feed_forward(x), (embed_dim,), *second)
 
 
-#: What is spelled out, by the function that Dynamo leaves in its graph.
-BODIES: Mapping[Any, Callable[..., Any]] = {F.multi_head_attention_forward: multi_head_attention} | {
+def softmin(input: Any, dim: int | None = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
+    """The softmax of what is smallest."""
+    return F.softmax(-input, dim, _stacklevel, dtype)
+
+
+#: What is spelled out as torch itself has it, by the function that Dynamo leaves in its graph.
+CALLED: Mapping[Any, Callable[..., Any]] = {F.multi_head_attention_forward: multi_head_attention, F.softmin: softmin}
+#: All that is spelled out.
+BODIES: Mapping[Any, Callable[..., Any]] = {**CALLED} | {
     getattr(torch, name): body
     for name, body in (
         ("_native_multi_head_attention", native_multi_head_attention),

@@ -16,7 +16,6 @@ from functools import cache
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import fx
 
 from lz_compile.errors import RewriteFailedError
@@ -28,7 +27,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, where_of
 from lz_compile.passes.graph.view import EMITTED, reached, tensor_of, value_of
-from lz_compile.passes.inlining.attention_calls import BODIES, REFUSED
+from lz_compile.passes.inlining.attention_calls import BODIES, CALLED, REFUSED
 from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise
 from lz_compile.passes.rewriting.builder import GraphBuilder
 from lz_compile.passes.rewriting.rewrite import RewriteError, laid_out
@@ -198,8 +197,7 @@ Structure = tuple[tuple[str, Any], ...]
 
 def difference(target: Any, structure: Structure, ambient: Ambient) -> str:
     """How the spelling of ``target`` differs from it, empty if it does not; remembered by structure."""
-    is_called = target is F.multi_head_attention_forward
-    return "" if is_called else _difference(target, structure, ambient, Outside.now())
+    return "" if target in CALLED else _difference(target, structure, ambient, Outside.now())
 
 
 @cache

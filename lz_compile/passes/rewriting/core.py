@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import fx
 
+from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.expressions import made_of
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, grad_enabled
@@ -142,6 +143,8 @@ def find_core(effects: Effects, first: fx.Node, output: fx.Node, *, is_operand: 
 def core_between(effects: Effects, edges: Iterable[fx.Node], inside: Container[fx.Node], output: fx.Node) -> Core:
     """Of the nodes on paths from ``edges`` to ``output``, those that are ``inside``.
 
+    A view of an edge that someone else reads, too, is none of them: it costs nothing.
+
     Raises:
         RefusedError: an edge is overwritten after it was read first.
     """
@@ -154,7 +157,14 @@ def core_between(effects: Effects, edges: Iterable[fx.Node], inside: Container[f
             raise _overwritten(first, writer, output)
     between = {node for core in cores for node in core.nodes if node in inside}
     nodes = sorted(between - {*firsts, output}, key=effects.position.__getitem__)
-    return Core((*nodes, output), effects.ambient(output))
+    views = set(firsts)
+    for node in nodes:
+        call = effects.calls[node]
+        if call is not None and layout.is_view(call) and call.input in views:
+            views.add(node)
+    core = {*nodes, output}
+    core -= {node for node in reversed(nodes) if node in views and not core.issuperset(node.users)}
+    return Core((*(node for node in nodes if node in core), output), effects.ambient(output))
 
 
 def _overwritten(read: fx.Node, writer: fx.Node | None, reader: fx.Node) -> RefusedError:
