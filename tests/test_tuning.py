@@ -848,8 +848,8 @@ def test_another_process_does_not_measure_again(tmp_path):
 
 
 def test_twelve_layers_select_quickly_from_a_filled_database(monkeypatch):
-    monkeypatch.setattr(choices, "left_as", lambda _: None)  # Inductor is asked once for each kind
     """Printed, not judged, but for a bound that only something quadratic would miss."""
+    monkeypatch.setattr(choices, "left_as", lambda _: None)  # Inductor is asked once for each kind
 
     def layers(x: Tensor, *weights: Tensor) -> Tensor:
         for heads, weight in enumerate(weights, 1):  # no two layers are equal, so that each selects
