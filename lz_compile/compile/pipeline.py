@@ -49,6 +49,7 @@ READ = (
     Stage("reading the loops of a graph", "LOOPS_FAILED", reading.roll, "loops"),
     Stage("taking the loops of a graph apart", "LOOPS_FAILED", reading.take_apart, "loops"),
     Stage("dropping what nobody reads", "REWRITE_FAILED", partial(reading.drop, drop_dead), "loops"),
+    Stage("letting checkpoints make their masks", "INLINE_FAILED", reading.make_masks_again, "inline"),
     Stage("reading a graph", "RECOGNISER_FAILED", reading.recognise, "recognise"),
     Stage("telling what was nearly recognised", "RECOGNISER_FAILED", reading.tell_misses, "recognise"),
     Stage("entering what was recognised", "REWRITE_FAILED", replacing.enter, "recognise"),

@@ -21,6 +21,7 @@ from lz_compile.passes.formula.equal_values import numbers
 from lz_compile.passes.graph.effects import RESHAPERS, Effects
 from lz_compile.passes.graph.modes import Ambient
 from lz_compile.passes.graph.refusal import Failure, NearMiss, reshaped
+from lz_compile.passes.inlining.checkpointed_masks import make_again
 from lz_compile.passes.inlining.inline import Inlined, inline
 from lz_compile.passes.inlining.known_numbers import write_out
 from lz_compile.passes.inlining.passed_on import pass_on
@@ -49,6 +50,12 @@ def pass_on_inputs(state: State) -> None:
                 "taking out dropout that drops nothing", partial(pass_on, state.module.graph), shown="it is its input"
             )
         )
+
+
+def make_masks_again(state: State) -> None:
+    """Layers that are computed again make their masks by themselves, as far as nothing else is read of them."""
+    masks = partial(make_again, state.module)
+    state.change(Rewrite("making masks in checkpoints", masks, shown="the same calls of the same values"))
 
 
 def spell_out(state: State) -> None:

@@ -26,6 +26,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.share import share_equal
 from lz_compile.passes.graph.view import EMITTED, needed, tensor_of
+from lz_compile.passes.inlining.checkpointed_masks import give_back
 from lz_compile.passes.layers.fold import fold_layers
 from lz_compile.passes.linear.kept import keep
 from lz_compile.passes.linear.matching import LinearEmitter
@@ -181,6 +182,7 @@ def tidy(state: State) -> None:
             order_gradients(module),
             attach_states(module),
             give_symbols(module),
+            give_back(module.graph),
         )
         drop_steps(module)
         return any(made)
