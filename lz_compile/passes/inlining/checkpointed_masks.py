@@ -36,6 +36,8 @@ def make_again(module: fx.GraphModule) -> int:
         if masks and not effects.ambient(checkpoint).is_transformed:
             _make(checkpoint, body, masks)
             count += len(masks)
+    if count:  # now, for layers take more inputs already
+        module.recompile()
     return count
 
 
