@@ -131,6 +131,16 @@ def test_the_smallest_and_sums_with_zeros_are_read(name: str) -> None:
     _is_read(PRODUCTS[name])
 
 
+def test_zeros_that_were_written_to_through_a_view_are_none() -> None:
+    def biased(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        bias = torch.zeros(6, 5, 7, dtype=q.dtype)
+        bias[:, :, :1].add_(2.0)
+        scores = torch.baddbmm(bias, q.flatten(0, 1), k.flatten(0, 1).mT)
+        return scores.softmax(-1).view(2, 3, 5, 7) @ v
+
+    _is_read(biased)
+
+
 # ---- what users have reported of Inductor, written anew -------------------------------------------------------------
 
 

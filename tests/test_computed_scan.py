@@ -275,6 +275,43 @@ def test_what_somebody_else_reads_or_is_no_arithmetic_is_given(model: Model) -> 
     torch.testing.assert_close(after(*given), before(*given), rtol=1e-4, atol=1e-5, equal_nan=True)
 
 
+def expanded(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    """Nothing but the expanded summand says how many steps and columns there are."""
+    fed = (x[:, :1, None, :1].expand(B, T, N, D) * 2.0 + 1.0)[:, None]
+    return rolled.scan(Operands(drive=fed, query=c[:, :1, None, None]), ScanAttrs())[0]
+
+
+def expanded_by_steps(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    fed = (x[:, :1, None].expand(B, T, N, D) * 2.0)[:, None]
+    return rolled.scan(Operands(drive=fed, query=c[:, :1, None, None]), ScanAttrs())[0]
+
+
+def larger_elsewhere(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    """All of one operand, and a factor of another one, which is larger."""
+    gate = dt[0] * 0.5
+    return rolled.scan(Operands(decay=gate[None, None, :, None], drive=(gate * x)[:, None, :, None]), ScanAttrs())[0]
+
+
+def seen_twice(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
+    """A leaf by a view, and by a view of that."""
+    near, far = x[..., None], x[..., None, None].squeeze(-1)
+    return scanned(torch.sigmoid(near * a).transpose(2, 3), (far * a + near).transpose(2, 3), c)
+
+
+@pytest.mark.parametrize(
+    "model", [expanded, expanded_by_steps, larger_elsewhere, seen_twice], ids=lambda each: each.__name__
+)
+def test_expanded_leaves_tell_no_size_and_leaves_stay(model: Model) -> None:
+    given = inputs()
+    for _ in range(6):  # nodes come in any order out of a set
+        before, after = traced(model, given)
+    (call,) = after.graph.find_nodes(op="call_function", target=COMPUTED)
+    recipe = decode(Recipe, call.args[len(Operands.names) + 1])
+    names = {expanded: set(), expanded_by_steps: set(), larger_elsewhere: {"drive"}, seen_twice: {"decay", "drive"}}
+    assert recipe.given().keys() == names[model]
+    torch.testing.assert_close(after(*given), before(*given), rtol=1e-4, atol=1e-5)
+
+
 def test_a_graph_that_writes_to_memory_before_the_scan_is_left_alone() -> None:
     given = inputs()
     with torch.no_grad():
@@ -370,6 +407,15 @@ def mamba(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
 def sizes(batch: int, steps: int) -> tuple[Tensor, ...]:
     wide, narrow = torch.rand(2, batch, steps, 33), torch.randn(2, batch, steps, 5)
     return (*wide.unbind(), *narrow.unbind(), -torch.rand(33, 5))
+
+
+def test_a_state_without_rows_is_scanned() -> None:
+    x = Operands(drive=torch.rand(B, 1, T, 0, D), query=torch.rand(B, 1, T, 1, 0))
+    with events.collect() as happened:
+        reads, last = rolled.scan(x, ScanAttrs())
+    assert not happened
+    assert torch.equal(reads, torch.zeros(B, 1, T, 1, D))
+    assert last.shape == (B, 1, 0, D)
 
 
 def test_a_loop_is_compiled_once_for_all_lengths_and_trains_as_before() -> None:

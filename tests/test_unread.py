@@ -313,6 +313,14 @@ class Swish(nn.Module):
         return (row / (1 + torch.exp(-row))) @ x
 
 
+class Functional(nn.Module):
+    """Layers whose weights are given as tensors, one adapter among them: they are no keys and values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        down, up = x.T[:, :4], x.T.reshape(4, -1)
+        return torch.tanh(x.expand(3, *x.shape) @ down) @ up
+
+
 class Branches(nn.Module):
     """Two blocks that weigh their branches by a softmax over them (ResNeSt, SKNet): the first is features for the second."""
 
@@ -346,7 +354,7 @@ class Places(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "module", [Router, CosineRouter, AdaptedRouter, ClassHeads, Codebook, Loss, Swish, Branches, Places]
+    "module", [Router, CosineRouter, AdaptedRouter, ClassHeads, Codebook, Loss, Swish, Functional, Branches, Places]
 )
 def test_routers_and_classifiers_are_no_near_misses(module: type[nn.Module]) -> None:
     model, x, backend = module(), torch.randn(1 if module in (Branches, Places) else 7, 16), Rewriting(strict=True)

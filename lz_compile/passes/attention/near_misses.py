@@ -133,6 +133,9 @@ def _weighed_by(effects: Effects, call: Call, told: Collection[fx.Node]) -> list
     for weights, values in ((outer.left, outer.right), (outer.right, outer.left)):
         if scores_behind(region, weights.node, is_end) is None or is_weight(values.node):
             continue
+        own, given = ({*axes_of(each.dims)} - {*atoms(outer.summed)} for each in (weights, values))
+        if len(own) > 1 and not own & given:  # values that all of a batch share are another layer's weight
+            continue
         if region.reaches(
             values.node, _NORMALISED, call.node
         ):  # the other factor weighs: masks by probabilities of classes

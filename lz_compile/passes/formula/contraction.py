@@ -221,7 +221,8 @@ def _with_addend(region: Region, found: Contraction, added: fx.Node, dims: Dims)
     if found.call.name == "linear":
         return replace(found, addend=(region.seen_by(found.call.node, added), dims, sympy.S.One))
     weight, coefficient = (region.scalar(found.call.get(name, 1)) for name in ("beta", "alpha"))
-    if weight == 0 or ((call := region.effects.calls.get(added)) is not None and constant_value(call) == 0):
+    is_zero = (call := region.effects.calls.get(added)) is not None and constant_value(call) == 0
+    if weight == 0 or (is_zero and not region.effects.is_opaque(added, found.call.node)):
         region.interior.setdefault(added, dims)
         return replace(found, coefficient=coefficient)
     return replace(found, coefficient=coefficient, addend=(added, dims, weight))

@@ -59,7 +59,7 @@ class _NotSmallerError(Exception):
 class _Reading:
     """One operand: its leaves (shared with others), its lines, the calls that they stand for, and leaves as large as it.
 
-    Of the last, ``made`` are those that Inductor would not have written to memory.
+    Of the last, ``made`` are those that Inductor would not have written to memory; dimensions that leaves have are ``seen``.
     """
 
     full: frozenset[int]
@@ -68,6 +68,7 @@ class _Reading:
     lines: list[Line] = field(default_factory=list)
     calls: set[fx.Node] = field(default_factory=set)
     made: set[fx.Node] = field(default_factory=set)
+    seen: set[int | None] = field(default_factory=set)
     known: dict[tuple[fx.Node, Dims], str] = field(default_factory=dict)
 
     def value(self, given: Any, dims: Dims) -> str | float:
@@ -86,13 +87,14 @@ class _Reading:
         value = node.meta.get("val")
         if not _is_floating(value):
             raise _NotSmallerError
-        is_whole = frozenset(dims) - {None} == self.full
         leaf, of_leaf = _viewed(node, dims)
+        is_whole = frozenset(of_leaf) - {None} == self.full
         if not is_whole or not self._is_computed(leaf, of_leaf):
             if is_whole and not is_one(leaf.meta["val"].stride(of_leaf.index(_COLUMN))):
                 raise _NotSmallerError
             if is_whole and leaf.op == "call_function" and leaf.target not in _IN_MEMORY:
                 self.made.add(leaf)
+            self.seen.update(of_leaf)
             return self.leaves.setdefault((leaf, of_leaf), f"x{len(self.leaves)}")
         self.calls.add(node)
         if node.target is _WIDENED:
@@ -208,7 +210,7 @@ def _change(node: fx.Node) -> bool:
     views = {view for call in calls for view in call.all_input_nodes} - calls
     for call in sorted(calls, reverse=True):
         node.graph.erase_node(call)
-    for view in views:
+    for view in sorted(views):
         _erase_unread(view)
     return True
 
@@ -228,7 +230,7 @@ def _readings(node: fx.Node) -> tuple[dict[str, _Reading], _Leaves]:
         leaves: _Leaves = {}
         found = {name: each for name in names if (each := _reading(node, name, leaves)) is not None}
         calls = {call for each in found.values() for call in each.calls}
-        read = {call for call in calls if not calls.union([node]).issuperset(call.users)}
+        read = {leaf for leaf, _ in leaves} | {call for call in calls if not calls.union([node]).issuperset(call.users)}
         own = [name for name, each in found.items() if read.isdisjoint(each.calls)]
         if own == names:
             break
@@ -253,7 +255,8 @@ def _reading(node: fx.Node, name: str, leaves: _Leaves) -> _Reading | None:
         reading.value(operand, dims)
     except _NotSmallerError:
         return None
-    return reading if reading.lines and len(reading.made) <= 1 else None
+    is_made = reading.lines and full <= reading.seen  # not where leaves are expanded: others need not have these sizes
+    return reading if is_made and len(reading.made) <= 1 else None
 
 
 def _canonical(leaf: fx.Node, dims: Dims) -> fx.Node:

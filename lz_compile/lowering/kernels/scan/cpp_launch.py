@@ -137,7 +137,7 @@ class Launch:
         work = sizes.batch * sizes.heads * max(sizes.length, 1) * sizes.key_dim * sizes.value_dim
         threads = max(1, min(torch.get_num_threads(), work // THREAD_WORK))
         blocks = max(1, -(-sizes.value_dim // block))
-        fitting = max(1, PANEL_BYTES // (sizes.key_dim * block * self.compute_dtype.itemsize))
+        fitting = max(1, PANEL_BYTES // (max(1, sizes.key_dim) * block * self.compute_dtype.itemsize))
         panels = max(-(-blocks // fitting), min(blocks, -(-threads // max(1, sizes.batch * sizes.heads))))
         return -(-blocks // panels) * block, threads
 
