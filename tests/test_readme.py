@@ -109,16 +109,16 @@ def test_the_operands_of_every_op_are_those_that_are_documented():
 
 
 def test_the_lines_that_add_a_function_do_so(monkeypatch):
-    line, names = re.search(r'`("ldexp": .*?)`\..*?`"(.*?)"` in `_PARAMETERS`', EXTENDING, re.DOTALL).groups()
+    line, names = re.search(r'`("xlogy": .*?)`\..*?`"(.*?)"` in `_PARAMETERS`', EXTENDING, re.DOTALL).groups()
     q, k, v = torch.randn(3, 1, 8, 16, 64)
 
     def shifted(q, k, v):
-        return torch.ldexp(q @ k.mT, torch.tensor(-3)).softmax(-1) @ v
+        return torch.xlogy(q @ k.mT, torch.tensor(1.5)).softmax(-1) @ v
 
     assert not lz.explain(shifted, q, k, v, print_report=False).matches
     assert names in view._PARAMETERS
-    monkeypatch.setitem(view._SIGNATURES, "ldexp", tuple(names.split()))
-    monkeypatch.setitem(pointwise.POINTWISE, "ldexp", eval(f"{{{line}}}", vars(pointwise))["ldexp"])
+    monkeypatch.setitem(view._SIGNATURES, "xlogy", tuple(names.split()))
+    monkeypatch.setitem(pointwise.POINTWISE, "xlogy", eval(f"{{{line}}}", vars(pointwise))["xlogy"])
     assert [match.op for match in lz.explain(shifted, q, k, v, print_report=False).matches] == ["attention"]
 
 
