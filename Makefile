@@ -71,6 +71,7 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.scan_accuracy
 	$(PY) -m benchmarks.recurrent_models
 	$(PY) -m benchmarks.rolled_loops
+	$(PY) -m benchmarks.short_loops
 	$(PY) -m benchmarks.rolled_libraries
 	$(PY) -m benchmarks.blend
 	$(PY) -m benchmarks.routing
