@@ -33,7 +33,7 @@ TITLES = {
     "models": "whole models",
     "third_party": "models of other projects",
     "scan": "KDA loop of 64 steps",
-    "short_loops": "loops of 16 to 48 steps",
+    "short_loops": "loops of 16 and 32 steps",
     "recurrent_models": "recurrent models of transformers",
     "decoding_steps": "decoding steps in user code",
     "sampling": "lz.sample over torch.multinomial",

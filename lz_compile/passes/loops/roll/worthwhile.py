@@ -15,7 +15,7 @@ WORTHWHILE_ITERATIONS = 32
 #: two launches or more, of 2 us or more, and calling a kernel costs 15.
 LEAST_CONTRACTIONS = 8
 #: The same for sums of products that are written out, on a CPU and without gradients: several steps are one pass to Inductor.
-#: 8 take it two thirds of the kernel's time, 16 0.8 to 1.4 of it (and ten times as long to compile), 32 with matrices for
+#: 8 take it two thirds of the kernel's time, 16 0.8 to 1.6 of it (and three times as long to compile), 32 with matrices for
 #: states twice as long (an EPYC with AVX2).
 LEAST_SUMS = 16
 #: The same for loops that contract nothing, where somebody asks for kernels (``"keep"``). By default they stay: what
