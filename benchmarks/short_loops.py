@@ -1,8 +1,8 @@
 """Recurrences over a few steps, which Inductor unrolls: time to compile from empty caches, and to run without gradients.
 
 Claim: a loop whose state has rows and columns takes less time than Inductor's unrolled code from 16 steps on, and compiles in
-a third of the time. Selective scans (Mamba) compute an exponential for each element: of 16 steps they take up to 1.3 of it, of
-32 as long. Sums are written out, ``(state * query).sum()``; states are ``[2, 2, N, N]``, those of the selective scan
+a third of the time. Selective scans (Mamba) compute an exponential for each element: of 16 steps they take up to 1.3 of it,
+of 32 as long. Sums are written out, ``(state * query).sum()``; states are ``[2, 2, N, N]``, those of the selective scan
 ``[2, 4 N, 16]``.
 
     python -m benchmarks.short_loops [--models gated] [--lengths 16 32] [--widths 16 64] [--quick]
