@@ -159,6 +159,16 @@ def test_a_mask_that_is_read_as_a_whole_is_the_input_again() -> None:
     torch.testing.assert_close(with_gradients(lambda *x: module(*_as_captured(module, x))[0], *given), expected)
 
 
+def test_what_is_handed_in_beside_has_a_name_of_its_own() -> None:
+    module, given, expected = captured(by_truth, *inputs()), inputs(), with_gradients(by_truth, *inputs())
+    (body,) = bodies(module)
+    (handed,) = [each for each in module.graph.find_nodes(op="placeholder") if "padding" in each.name]
+    body.graph.find_nodes(op="placeholder")[0]._rename(handed.name)
+    body.graph.find_nodes(op="placeholder")[0].target = handed.name
+    assert make_again(module) == 1
+    torch.testing.assert_close(with_gradients(lambda *x: module(*_as_captured(module, x))[0], *given), expected)
+
+
 def _as_captured(module: fx.GraphModule, given: tuple[Tensor, ...]) -> list[Tensor]:
     """The inputs in the order of a graph's own."""
     names = [node.name for node in module.graph.find_nodes(op="placeholder")]

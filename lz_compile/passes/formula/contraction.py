@@ -222,10 +222,9 @@ def _with_addend(region: Region, found: Contraction, added: fx.Node, dims: Dims)
         return replace(found, addend=(region.seen_by(found.call.node, added), dims, sympy.S.One))
     weight, coefficient = (region.scalar(found.call.get(name, 1)) for name in ("beta", "alpha"))
     is_zero = (call := region.effects.calls.get(added)) is not None and constant_value(call) == 0
-    if weight == 0 or (is_zero and not region.effects.is_opaque(added, found.call.node)):
+    if is_none := weight == 0 or (is_zero and not region.effects.is_opaque(added, found.call.node)):
         region.interior.setdefault(added, dims)
-        return replace(found, coefficient=coefficient)
-    return replace(found, coefficient=coefficient, addend=(added, dims, weight))
+    return replace(found, coefficient=coefficient, addend=None if is_none else (added, dims, weight))
 
 
 def is_product_sum(region: Region, call: Call) -> bool:

@@ -95,6 +95,7 @@ def _make(checkpoint: fx.Node, body: fx.GraphModule, masks: dict[int, list[fx.No
             operands.append(node)
             with body.graph.inserting_after(placeholders[-1]):
                 inside[node] = body.graph.placeholder(node.name, type_expr=node.type)
+            inside[node].target = inside[node].name  # another one may be called like that already
             inside[node].meta = dict(node.meta)
             placeholders.append(inside[node])
     checkpoint.args = (checkpoint.args[0], *operands)

@@ -41,8 +41,6 @@ _RESHAPES = frozenset(
         *(_aten.squeeze.dim, _aten.squeeze.dims, _aten.clone.default, _aten.expand.default),
     }
 )
-
-
 #: What takes longer to compute than to read.
 _SLOW = frozenset({_aten.exp.default, _aten.sigmoid.default})
 #: Calls whose results are in memory, whoever reads them.
