@@ -230,7 +230,7 @@ def read_again(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Any:
 
 def made_of_two(x: Tensor, dt: Tensor, b: Tensor, c: Tensor, a: Tensor) -> Tensor:
     """Two tensors as large as their product would be written to memory in place of it."""
-    decay = torch.exp(dt[..., None, :] * a.T)  # columns side by side
+    decay = torch.exp(dt[..., None, :] * a.T.contiguous())  # columns side by side
     return scanned(decay.cumsum(1) * decay.cos(), (x[..., None] * b[:, :, None]).transpose(2, 3), c)
 
 
