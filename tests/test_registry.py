@@ -392,6 +392,10 @@ LIMITS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = 
         {"dims": {"head_dim": SymbolicDim(64, 16, 256, "s0"), "value_dim": SymbolicDim(64, 16, 256, "s0")}},
         "[HEAD_DIM_ALIGNMENT] head_dim s0 (16 to 256), new.kernel takes multiples of 8",
     ),
+    "limits": (
+        {"limits": {"seq_len_q": (1, 16)}}, {"dims": {"seq_len_q": 16}}, {"dims": {"seq_len_q": LONG}},
+        "[SIZE_INVALID] seq_len_q s77 (2 to any), new.kernel takes 1..16",
+    ),
     "seq_len": (
         {"max_seq_len": 4096}, {"dims": {"seq_len_q": SymbolicDim(512, 2, 4096, "s77")}}, {"dims": {"seq_len_k": 5000}},
         "[SEQ_TOO_LONG] seq_len_k 5000, new.kernel takes up to 4096",

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from lz_compile.lowering import cpp_builds
+
+#: Shape, strides and dtype of a tensor: a call's arrays follow from them.
+Layout: TypeAlias = tuple[Sequence[int], Sequence[int], torch.dtype]
 
 
 def truths(**values: bool) -> str:
@@ -25,6 +28,19 @@ def function(name: str, source: str, flags: Sequence[str] = (), result: Any = No
     found = getattr(cpp_builds.load_cpp(source, flags), name)
     found.restype = result
     return found
+
+
+def layouts(tensors: Iterable[torch.Tensor | None]) -> tuple[Layout | None, ...]:
+    """How tensors lie in memory, for what is kept by that."""
+    return tuple([None if each is None else (each.shape, each.stride(), each.dtype) for each in tensors])
+
+
+def without_memory(layouts: Iterable[Layout | None]) -> list[torch.Tensor | None]:
+    """Tensors that lie like these, to be asked and not to be read."""
+    return [
+        None if each is None else torch.empty_strided(each[0], each[1], dtype=each[2], device="meta")
+        for each in layouts
+    ]
 
 
 def addresses(tensors: Iterable[torch.Tensor | None]) -> Any:

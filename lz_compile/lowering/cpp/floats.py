@@ -82,14 +82,15 @@ INLINE bool any(Ints x) {
 STORED_TYPES = {
     torch.float32: "float",
     torch.bfloat16: "uint16_t",
+    torch.float16: "Half",
     torch.int8: "int8_t",
     torch.uint8: "uint8_t",
     torch.float8_e4m3fn: "E4M3",
     torch.float8_e5m2: "E5M2",
 }
 
-#: ``floats_at`` (``kLanes`` elements) and ``number_of`` (one) of all these. Compilers make single elements of
-#: ``__builtin_convertvector`` from bytes.
+#: ``floats_at`` (``kLanes`` elements) and ``number_of`` (one) of all these (it needs ``Half``). Compilers make single
+#: elements of ``__builtin_convertvector`` from bytes.
 STORED = """
 #if defined(__AVX2__) || defined(__AVX512F__)
 #include <immintrin.h>
@@ -100,12 +101,15 @@ enum class E5M2 : uint8_t {};
 #if defined(__AVX512F__) && LANES == 16
 #define WIDENED(letter) return (Ints)_mm512_cvtep##letter##8_epi32(_mm_loadu_si128((const __m128i*)at));
 #define WIDENED_HALVES return (Floats)((Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)at)) << 16);
+#define WIDENED_FLOAT16 return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)at));
 #elif defined(__AVX2__) && LANES == 8
 #define WIDENED(letter) return (Ints)_mm256_cvtep##letter##8_epi32(_mm_loadl_epi64((const __m128i*)at));
 #define WIDENED_HALVES return (Floats)((Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)at)) << 16);
+#define WIDENED_FLOAT16 return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)at));
 #else
 #define WIDENED(letter)
 #define WIDENED_HALVES return load(at);
+#define WIDENED_FLOAT16
 #endif
 #define WHOLE(Element, letter)                     \\
   INLINE Ints whole(const Element* at) {           \\
@@ -137,11 +141,17 @@ template <int kMantissa, typename Int, typename Float> INLINE Float float8(Int b
 
 INLINE Floats floats_at(const float* at) { return load(at); }
 INLINE Floats floats_at(const uint16_t* at) { WIDENED_HALVES }
+INLINE Floats floats_at(const Half* at) {
+  WIDENED_FLOAT16 Floats x;
+  for (int j = 0; j < kLanes; ++j) x[j] = at[j];
+  return x;
+}
 INLINE Floats floats_at(const int8_t* at) { return __builtin_convertvector(whole(at), Floats); }
 INLINE Floats floats_at(const uint8_t* at) { return __builtin_convertvector(whole(at), Floats); }
 INLINE Floats floats_at(const E4M3* at) { return float8<3>(whole(reinterpret_cast<const uint8_t*>(at)), Floats{}); }
 INLINE Floats floats_at(const E5M2* at) { return float8<2>(whole(reinterpret_cast<const uint8_t*>(at)), Floats{}); }
 INLINE float number_of(float x) { return x; }
+INLINE float number_of(Half x) { return x; }
 INLINE float number_of(int8_t x) { return x; }
 INLINE float number_of(uint8_t x) { return x; }
 INLINE float number_of(E4M3 x) { return float8<3>(int32_t(x), 0.0f); }

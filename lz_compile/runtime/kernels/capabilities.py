@@ -134,6 +134,7 @@ class Kernel(Struct, frozen=True, forbid_unknown_fields=True):
     max_head_dim: Count | None = None
     head_dim_multiple: Count = 1
     multiples: Annotated[dict[Name, Count], Meta(description="what other sizes must be multiples of")] = {}
+    limits: Annotated[dict[Name, tuple[int, int | None]], Meta(description="the least and the most of sizes")] = {}
     max_seq_len: Count | None = None
     requires_last_dim_stride1: bool = False
     is_cuda_graph_safe: bool = False
@@ -277,7 +278,7 @@ def _kernel_problems(op: str, kernel: Kernel) -> Iterator[str]:
         if first is not None and last is not None and first > last:
             yield f"{least} {first} is above {most} {last}"
     named = {("prior", name) for row in kernel.prior for name in row.limits}
-    named |= {("multiples", name) for name in kernel.multiples}
+    named |= {(field, name) for field in ("multiples", "limits") for name in getattr(kernel, field)}
     for field, name in sorted(each for each in named if each[1] not in dim_names(op)):
         yield f"{field}: {no_such('size', name, dim_names(op))}"
     grid = kernel.grid or Grid("0")

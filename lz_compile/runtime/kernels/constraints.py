@@ -116,6 +116,10 @@ def _sizes(kernel: KernelSpec, context: SelectionContext) -> Iterator[Reason]:
         dim = context.dims.get(label)
         if dim is None or not _is_multiple(dim, of):
             yield Reason("SIZE_ALIGNMENT", f"{label} {dim}, {name} takes multiples of {of}")
+    for label, (least, most) in kernel.limits.items():
+        dim = context.dims.get(label)
+        if dim is None or not _is_within(dim, least, most):
+            yield Reason("SIZE_INVALID", f"{label} {dim}, {name} takes {least}..{'any' if most is None else most}")
     for label in ("seq_len_q", "seq_len_k") if kernel.max_seq_len is not None else ():
         dim = context.dims.get(label)
         if dim is None or not _is_within(dim, 0, kernel.max_seq_len):

@@ -55,6 +55,7 @@ class KernelSpec:
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     multiples: Mapping[str, int] = field(default_factory=dict)
+    limits: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
     max_seq_len: int | None = None
     supports_scale: bool = True
     requires_last_dim_stride1: bool = False

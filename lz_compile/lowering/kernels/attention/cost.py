@@ -168,6 +168,14 @@ def _blocked(x: _Shape) -> Work:
     return _work(x, {**amounts, **memory, "call": 3 * times * blocks}, rows=BLOCK)
 
 
+def _decoded(x: _Shape) -> Work:
+    """C++ that reads each key once for all rows that see it; what is done for each further one was read off a Xeon."""
+    rows = x.groups * x.queries
+    read = (1.1 if x.is_half else 0.85) * x.held * (1 + 0.09 * (rows - 1))
+    points = x.scores * (0.6 + x.conditions(0.1, 0.3, 0.3, _CAPPED_TILE))
+    return _work(x, {"row": read, "pointwise": points, "call": 10})
+
+
 def _work(x: _Shape, amounts: Mapping[Kind, float], rows: int | None = None) -> Work:
     kinds: tuple[Kind, ...] = ("product", "own_product", "pointwise", "fused", "fused_training")
     size: dict[Kind, float] = dict.fromkeys(kinds, min(x.rows, rows or x.rows))
@@ -183,6 +191,7 @@ _KERNELS: Mapping[str, Callable[[_Shape], Work]] = {
     "torch.sdpa": _fused,
     "lz.tiled": _tiled,
     "lz.blocked": _blocked,
+    "lz.flash_decoding": _decoded,
 }
 
 

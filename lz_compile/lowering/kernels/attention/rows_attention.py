@@ -37,7 +37,7 @@ def _attention(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     lowest = torch.finfo(x.query.dtype).min if attrs.masked_rows == "mean" else -torch.inf
     sizes = [batch, heads, kv_heads, queries, keys, size, x.value.shape[-1], *limits, skips]
     for each in (*given, *over, sinks, slopes):
-        sizes += _strides(each)
+        sizes += strides_of(each)
     empties = 0 if attrs.masked_rows != "zero" and not attrs.zeroes_nan else 2 if attrs.zeroes_nan else 1
     scale = size**-0.5 if attrs.scale is None else attrs.scale
     run = rows.function(_BODY, acc, Stored=given[0].dtype)
@@ -55,7 +55,7 @@ def _by_query(over: torch.Tensor | None) -> torch.Tensor | None:
     return over if over.shape[2] == 1 else over.transpose(2, 3).contiguous().transpose(2, 3)
 
 
-def _strides(tensor: torch.Tensor | None) -> list[int]:
+def strides_of(tensor: torch.Tensor | None) -> list[int]:
     """Of four dimensions, zeros for those that broadcast."""
     if tensor is None:
         return [0] * 4

@@ -18,6 +18,7 @@ import torch
 from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.cpp import calls
 from lz_compile.lowering.cpp.floats import STORED, STORED_TYPES, floats
+from lz_compile.lowering.cpp.vectors import halves
 from lz_compile.lowering.ops.linear import LinearAttrs, Operands, fake, groups_of, ordered
 
 #: Beside Inductor's own.
@@ -33,7 +34,7 @@ def source(stored: torch.dtype, lanes: int, **has: bool) -> str:
     """
     return f"""#include <cstdint>
 #include <vector>
-{calls.truths(**has)}{floats(lanes)}{STORED}
+{calls.truths(**has)}{floats(lanes)}{halves(STORED_TYPES)}{STORED}
 using Stored = {STORED_TYPES[stored]};
 {LINEAR}"""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 LOOPS = """
 constexpr int kTile = 64, kPart = 512, kMost = 16, kLeast = 4, kFirst = 8, kNear = 16384, kLine = 64;
-constexpr int kDV = (kD + kLanes - 1) / kLanes, kEV = (kE + kLanes - 1) / kLanes;
 constexpr int kDP = kDV * kLanes, kEP = kEV * kLanes, kWide = kDP > kEP ? kDP : kEP;
 constexpr int kState = kEP + 2 * kLanes;  // sums of values, those of weights in lanes, the largest score
 constexpr int kTotal = kEP, kGreatest = kEP + kLanes;
@@ -21,10 +20,11 @@ enum Fault : int32_t { kNone = 0, kTable = 1, kLengths = 2, kStarts = 3 };
 struct Numbers {
   int64_t tokens, heads, kv_heads, requests, columns, blocks, slots, most_queries, window;
   int64_t key[4], value[4];  // strides of blocks, slots, heads, features
-  int64_t threads;
+  int64_t threads, dims, value_dims;
 };
+// Query q sees the keys from q + lower to q + upper, of those that there are, from the least on.
 struct Request {
-  int64_t first_query, queries, length, first_key, least;
+  int64_t first_query, queries, length, first_key, least, lower, upper;
   const int32_t* row;
 };
 struct Part {
@@ -32,14 +32,14 @@ struct Part {
 };
 
 // One row of a cache as floats, zeros behind it.
-template <int kCount, int kPadded>
-INLINE void widen(const Stored* from, int64_t stride, float* to) {
+template <int kPadded>
+INLINE void widen(const Stored* from, int64_t stride, int64_t count, float* to) {
   int j = 0;
-  for (; stride == 1 && j + kLanes <= kCount; j += kLanes) {
+  for (; stride == 1 && j + kLanes <= count; j += kLanes) {
     const Floats x = floats_at(from + j);
     std::memcpy(to + j, &x, sizeof(x));
   }
-  for (; j < kCount; ++j) to[j] = number_of(from[j * stride]);
+  for (; j < count; ++j) to[j] = number_of(from[j * stride]);
   for (; j < kPadded; ++j) to[j] = 0.0f;
 }
 

@@ -18,9 +18,10 @@ import torch
 from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.cpp import calls
 from lz_compile.lowering.cpp.floats import STORED, STORED_TYPES, floats
-from lz_compile.lowering.cpp.vectors import PICK, lane_sums
+from lz_compile.lowering.cpp.vectors import PICK, halves, lane_sums
 from lz_compile.lowering.kernels.attention.capping import TANGENT
 from lz_compile.lowering.kernels.paged_attention.cpp_loops import LOOPS
+from lz_compile.lowering.kernels.paged_attention.cpp_parts import PARTS
 from lz_compile.lowering.kernels.paged_attention.cpp_program import PAGED
 from lz_compile.lowering.kernels.sampling.cpp_vectors import VECTORS
 from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttrs
@@ -30,18 +31,27 @@ FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
 _TABLES = frozenset({"block_table", "lengths", "query_starts", "first_keys"})
 
 
-def source(stored: torch.dtype, head_dim: int, value_dim: int, lanes: int, *, has_softcap: bool) -> str:
+def source(
+    stored: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    lanes: int,
+    *,
+    has_softcap: bool,
+    has_over: bool = False,
+    entry: str = PAGED,
+) -> str:
     """The translation unit for caches of a dtype and registers of so many floats; each takes a second to compile."""
     return f"""#include <cstdint>
 #include <memory>
 #include <type_traits>
 #include <vector>
-constexpr int kD = {head_dim}, kE = {value_dim};
-{calls.truths(kHasCap=has_softcap)}{floats(lanes)}{STORED}{VECTORS}{TANGENT}
+constexpr int kDV = {-(-head_dim // lanes)}, kEV = {-(-value_dim // lanes)};  // registers of a row
+{calls.truths(kHasCap=has_softcap, kHasOver=has_over)}{floats(lanes)}{halves(STORED_TYPES)}{STORED}{VECTORS}{TANGENT}
 using Stored = {STORED_TYPES[stored]};
 typedef Floats Vec;
 typedef Ints MaskVec;
-{PICK}{lane_sums(lanes)}{LOOPS}{PAGED}"""
+{PICK}{lane_sums(lanes)}{LOOPS}{PARTS}{entry}"""
 
 
 def run(x: Operands, attrs: PagedAttentionAttrs, most_queries: int) -> tuple[torch.Tensor, list[int]]:
@@ -60,8 +70,10 @@ def run(x: Operands, attrs: PagedAttentionAttrs, most_queries: int) -> tuple[tor
     scale = dims**-0.5 if attrs.scale is None else attrs.scale
     sizes = [tokens, heads, kv_heads, requests, columns, blocks, slots, most_queries, attrs.window or 0]
     strides = [*x.key_cache.stride(), *x.value_cache.stride()]
-    numbers = [*sizes, *strides, torch.get_num_threads()]
-    function = _function(x.key_cache.dtype, dims, value_dim, cpp_builds.vector_bits() // 32, attrs.softcap is not None)
+    numbers = [*sizes, *strides, torch.get_num_threads(), dims, value_dim]
+    lanes = cpp_builds.vector_bits() // 32
+    width, value_width = (-(-size // lanes) * lanes for size in (dims, value_dim))
+    function = _function(x.key_cache.dtype, width, value_width, lanes, attrs.softcap is not None)
     found = (ctypes.c_int64 * 2)()
     shares = calls.reals((scale, attrs.softcap or 0.0))
     fault = function(calls.addresses(tensors), calls.integers(numbers), shares, found)

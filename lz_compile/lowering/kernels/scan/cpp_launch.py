@@ -12,6 +12,7 @@ import torch
 from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.attributes import decode, encode
 from lz_compile.lowering.cpp import calls
+from lz_compile.lowering.cpp.calls import Layout, layouts, without_memory
 from lz_compile.lowering.kernels.scan.cpp_program import Program, vectors_for
 from lz_compile.lowering.kernels.scan.cpp_terms import Recipe, leaf_of
 from lz_compile.lowering.ops.scan import Operands, ScanAttrs, ScanSizes, common_dtype, factor_kind, sizes_of
@@ -23,8 +24,6 @@ PANEL_BYTES = 16 << 10
 #: Elements of state and step below which a thread is not worth its start.
 THREAD_WORK = 1 << 15
 
-#: Shape, strides and dtype of a tensor.
-Layout: TypeAlias = tuple[Sequence[int], Sequence[int], torch.dtype]
 Results: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 _COLUMNS_SHARE = frozenset({"left", "erase", "query"})
@@ -87,7 +86,7 @@ class Launch:
         buffers = {name: self._buffer(name) for name in self.x.names if name in wanted}
         gradients = [buffers.get(name) for name in self.x.names]
         tensors = [*self.x.flat(), checkpoints, reads, last.unsqueeze(2), *gradients]
-        function, numbers = _backward(_layouts(tensors), self.attrs, self.chunk, wanted, torch.get_num_threads())
+        function, numbers = _backward(layouts(tensors), self.attrs, self.chunk, wanted, torch.get_num_threads())
         function(calls.addresses(tensors), numbers)
         return {name: self._reduced(name, buffer) for name, buffer in buffers.items()}
 
@@ -209,7 +208,7 @@ def forward(
     The operands are all of the op's, in its order: compiled code comes by for every token, so no object is made of them, nor
     of the attributes and the recipe, which are encoded. Operands of a recipe are None.
     """
-    key = _layouts(operands), attrs, chunk, keeps, torch.get_num_threads(), recipe, _layouts(leaves)
+    key = layouts(operands), attrs, chunk, keeps, torch.get_num_threads(), recipe, layouts(leaves)
     function, numbers, (reads, last, checkpoints) = _forward(*key)
     results = cpp_builds.empty_cpu(*reads), cpp_builds.empty_cpu(*last), cpp_builds.empty_cpu(*checkpoints)
     function(calls.addresses((*operands, *(results if keeps else (*results[:2], None)), *leaves)), numbers)
@@ -224,7 +223,7 @@ def by_address(
     Of what it is called with only the first address is read: the tensors that the operands are views of will do. Results are
     contiguous, reads ``[B, T, H, Q, V]`` and the last state ``[B, H, K, V]``, or in other shapes of as many elements.
     """
-    key = _layouts(x.flat()), encode(attrs), chunk, False, torch.get_num_threads()
+    key = layouts(x.flat()), encode(attrs), chunk, False, torch.get_num_threads()
     prepared: list[tuple[Any, ...]] = []
 
     def run(*tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -248,20 +247,9 @@ def _contiguous(layout: Layout, shape: Sequence[int] | None) -> Layout:
     return tuple(shape), torch.empty(shape, device="meta").stride(), layout[2]
 
 
-def _layouts(tensors: Sequence[torch.Tensor | None]) -> tuple[Layout | None, ...]:
-    return tuple([None if each is None else (each.shape, each.stride(), each.dtype) for each in tensors])
-
-
-def _without_memory(layouts: Sequence[Layout | None]) -> list[torch.Tensor | None]:
-    return [
-        None if each is None else torch.empty_strided(each[0], each[1], dtype=each[2], device="meta")
-        for each in layouts
-    ]
-
-
 @lru_cache(maxsize=1024)
 def _forward(
-    layouts: tuple[Layout | None, ...],
+    given: tuple[Layout | None, ...],
     attrs: str,
     chunk: int,
     keeps: bool,
@@ -270,10 +258,10 @@ def _forward(
     leaves: tuple[Layout | None, ...] = (),
 ) -> Any:
     """The compiled function, its last argument, and the layouts of its results, for operands with these layouts."""
-    launch = Launch(Operands(*_without_memory(layouts)), decode(ScanAttrs, attrs), chunk)
+    launch = Launch(Operands(*without_memory(given)), decode(ScanAttrs, attrs), chunk)
     if recipe is not None:
-        given, known = [each for each in _without_memory(leaves) if each is not None], decode(Recipe, recipe)
-        launch = replace(launch, x=replace(launch.x, **known.of(given)), recipe=known, leaves=given)
+        tensors, known = [each for each in without_memory(leaves) if each is not None], decode(Recipe, recipe)
+        launch = replace(launch, x=replace(launch.x, **known.of(tensors)), recipe=known, leaves=tensors)
     reads, last, checkpoints = results = launch.results(keeps)
     others = (reads.transpose(1, 2), last.unsqueeze(2), checkpoints if keeps else None)
     memory = [(tuple(each.shape), each.stride(), each.dtype) for each in results]
@@ -282,10 +270,10 @@ def _forward(
 
 @lru_cache(maxsize=1024)
 def _backward(
-    layouts: tuple[Layout | None, ...], attrs: ScanAttrs, chunk: int, wanted: frozenset[str], _threads: int
+    given: tuple[Layout | None, ...], attrs: ScanAttrs, chunk: int, wanted: frozenset[str], _threads: int
 ) -> Any:
     """The same of a backward, whose results are tensors like all others."""
-    tensors, count = _without_memory(layouts), len(Operands.names)
+    tensors, count = without_memory(given), len(Operands.names)
     return Launch(Operands(*tensors[:count]), attrs, chunk).prepare(tensors[count:], wanted, backward=True)
 
 
