@@ -586,6 +586,10 @@ def _floored_before_the_cast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores.half().softmax(-1) @ v.half()
 
 
+def _cast_by_the_softmax(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda q, k, v: change(q @ k.mT * 0.25).softmax(-1, dtype=torch.float16) @ v.half()
+
+
 #: What a row of masked keys gives in eager mode, or the refusal.
 OVERFLOWING: dict[str, tuple[Callable[..., Tensor], str]] = {
     "-1e9 in float16": (_filled(-1e9, torch.float16), "nan"),
@@ -597,6 +601,12 @@ OVERFLOWING: dict[str, tuple[Callable[..., Tensor], str]] = {
     "two fills": (_two_fills, "fill"),
     "added": (_added_before_the_cast, "MASK_MAY_OVERFLOW"),
     "a floor": (_floored_before_the_cast, "SCORES_NOT_READ"),
+    "by the softmax": (_cast_by_the_softmax(lambda s: s.masked_fill(~KEPT, -1e9)), "nan"),
+    "by the softmax, added": (_cast_by_the_softmax(lambda s: s + ADDITIVE), "MASK_MAY_OVERFLOW"),
+    "by the softmax, a floor": (
+        _cast_by_the_softmax(lambda s: s.masked_fill(~KEPT, -math.inf).clamp(min=FLOAT32_MIN)),
+        "SCORES_NOT_READ",
+    ),
 }
 
 

@@ -223,7 +223,7 @@ def _read(
     if region.effects.reshapes:
         return None, None
     try:
-        return scores.read(region, region.express(call.input, dims, call.node), keys), None
+        return scores.read(region, region.scores_of(call, dims), keys), None
     except (RefusedError, MutatedError) as error:
         refusal = refusal_of(error, OUT_OF_PLACE)
         return None, (refusal.reason, refusal.edit)

@@ -155,7 +155,7 @@ def _from_softmax(
     if whole is not None:
         scores, sinks = extra.beside_column(region, leaf, call)
         return Probabilities(scores, leaf.dims, gain, sinks=sinks)
-    return Probabilities(region.express(call.input, leaf.dims, call.node), leaf.dims, gain)
+    return Probabilities(region.scores_of(call, leaf.dims), leaf.dims, gain)
 
 
 def _softmax_over(region: Region, leaf: Leaf, node: fx.Node, keys: tuple[Axis, ...]) -> Call:
@@ -220,7 +220,7 @@ def _as_exponential(
     if symbol is None or (leaf := region.leaves[symbol]).kind != "softmax":
         return expression
     call = _softmax_over(region, leaf, leaf.node, keys)
-    exponential = sympy.exp(region.express(call.input, leaf.dims, call.node))
+    exponential = sympy.exp(region.scores_of(call, leaf.dims))
     if share is None:
         return expression.xreplace({symbol: exponential})
     if region.axes_in(sympy.powsimp(exponential / share)) & set(atoms(keys)):

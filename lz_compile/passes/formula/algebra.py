@@ -288,9 +288,17 @@ class Region:
             return expression
         if tensor_of(call.node).dtype == torch.bool and not is_indicator(expression):  # type: ignore[union-attr]
             return self.leaf(call.node, dims)
+        return self._cast(call, expression, call.node, dims)
+
+    def scores_of(self, call: Call, dims: Dims) -> sympy.Expr:
+        """What a softmax normalises: giving it a ``dtype`` casts that first."""
+        return self._cast(call, self.express(call.input, dims, call.node), call.input, dims)
+
+    def _cast(self, call: Call, expression: sympy.Expr, node: fx.Node, dims: Dims) -> sympy.Expr:
+        """The expression of a node in the dtype of a call's result, or its leaf: a floor itself may become an infinity."""
         if narrows(call):
-            if expression.has(FLOORED):  # the floor itself may become an infinity
-                return self.leaf(call.node, dims)
+            if expression.has(FLOORED):
+                return self.leaf(node, dims)
             whole = dict.fromkeys(expression.atoms(sympy.exp), sympy.S.One)  # probabilities: nothing large is left
             self.narrowed |= expression.xreplace(whole).free_symbols
         return self._held(call, expression)
@@ -341,11 +349,7 @@ class Region:
         return expression
 
     def leaf(
-        self,
-        node: fx.Node,
-        dims: Dims,
-        kind: str = "tensor",
-        contraction_: contraction.Contraction | None = None,
+        self, node: fx.Node, dims: Dims, kind: str = "tensor", contraction_: contraction.Contraction | None = None
     ) -> sympy.Symbol:
         """The symbol of a tensor that is not read any further."""
         known = self._symbols.setdefault(node, [])
