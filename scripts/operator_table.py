@@ -79,6 +79,8 @@ EXAMPLES: Mapping[str, Callable[[Any, Any], Any]] = {
     "addcmul": lambda x, y: torch.addcmul(x, y, y, value=2),
     "lerp": lambda x, y: torch.lerp(x, y, 0.5),
     "div": lambda x, y: x / 4,
+    "addcdiv": lambda x, y: torch.addcdiv(x, y, x, value=2),
+    "hypot": torch.hypot,
     # positions and conditions on them
     "arange": lambda x, y: torch.arange(1, x.size(1), 2),
     "eye": lambda x, y: torch.eye(x.size(0)),

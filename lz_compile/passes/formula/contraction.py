@@ -16,11 +16,12 @@ from torch import fx
 
 from lz_compile.ground.sizes import Shape, product, shape_of
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.axes import Axis, Dims, broadcast_from, fresh
+from lz_compile.passes.formula.axes import Axis, Dims, broadcast_from
 from lz_compile.passes.formula.expressions import constant_value
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, tensor_operands
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
+from lz_compile.passes.graph.view import read as read_call
 
 if TYPE_CHECKING:
     from lz_compile.passes.formula.algebra import Region
@@ -192,16 +193,6 @@ def _labels(term: str, rank: int) -> list[str]:
     return list(head) + ([f".{count - 1 - i}" for i in range(count)] if dots else []) + list(tail)
 
 
-def is_of_squares(effects: Effects, call: Call) -> bool:
-    """Whether a product sums the squares of one tensor along some of its axes: of rows with themselves."""
-    if call.name not in PRODUCTS or len({_behind_layout(effects, node) for node in tensor_operands(call.node)}) != 1:
-        return False
-    found = factors(call, fresh(shape_of(known_tensor(call.node))))
-    if found is None or found.addend is not None or len(found.factors) != 2:
-        return False
-    return len({frozenset(axis for dim in dims for axis in dim) for _, dims in found.factors}) == 1
-
-
 # ---- products of two ----------------------------------------------------------------------------------------------
 
 
@@ -349,7 +340,7 @@ def _cdist(region: Region, call: Call, dims: Dims) -> Contraction | None:
 
 def _reduced_difference(region: Region, call: Call, dims: Dims, difference: Call) -> Contraction | None:
     """A reduction of what is a multiple of a squared difference, down to the tensors that differ."""
-    stops = {_behind_layout(region.effects, difference.get(name)) for name in ("input", "other")}
+    stops = {behind_layout(difference.get(name)) for name in ("input", "other")}
     inner = region.up_to(stops)
     given = _summand(inner, call, dims)
     if given is None or len(stops) != 2:
@@ -393,8 +384,8 @@ def _summand(inner: Region, call: Call, dims: Dims) -> tuple[sympy.Expr, tuple[A
     return (expression**2 if call.name in _NORMS else expression), reduced[1]
 
 
-def _behind_layout(effects: Effects, node: fx.Node) -> fx.Node:
+def behind_layout(node: fx.Node) -> fx.Node:
     """The tensor that a node shows in another layout."""
-    while (call := effects.calls.get(node)) is not None and layout.is_view(call) and layout.is_in_axes(call):
+    while (call := read_call(node)) is not None and layout.is_view(call) and layout.is_in_axes(call):
         node = call.input
     return node
