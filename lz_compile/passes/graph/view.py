@@ -76,6 +76,8 @@ _PARAMETERS: Mapping[str, str] = {
     "tensors dim": "cat stack",
     "input dim start length": "narrow",
     "input dim start end step": "slice",
+    "input src dim start end step": "slice_scatter",
+    "input src dim index": "select_scatter",
     "input dim index": "select gather index_select",
     "input index": "take",
     "input weight": "embedding conv1d conv2d conv3d",

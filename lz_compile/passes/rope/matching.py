@@ -13,6 +13,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.ops.rope import SHAPES, Operands, RopeAttrs, RopeFacts, joined
+from lz_compile.passes.formula import moves
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.formula.expressions import Known, is_cast
@@ -32,7 +33,7 @@ from lz_compile.passes.rope.given_matrices import turned_alike
 from lz_compile.passes.rope.rotations import Rotation, Table, moving
 
 OP = "rope"
-_LAST = frozenset({"add", "sub", "addcmul", "cat", "stack", "view_as_real", "sum"})
+_LAST = frozenset("add sub addcmul cat stack view_as_real sum".split()) | moves.STORES
 _PRODUCTS = frozenset({"mul", "add", "sub", "addcmul", "rsub", "complex"})
 
 
