@@ -114,3 +114,16 @@ def test_a_gate_by_index_notation_is_one() -> None:
     (found,) = backend.report.matches
     assert found.rewritten, backend.why_not()
     assert found.attributes["is_gated"]
+
+
+def test_a_softmax_that_is_summed_by_index_notation_is_one() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = torch.exp(torch.einsum("bhqd,bhkd->bhqk", q, k) / 4)
+        return (weights / torch.einsum("bhqk->bhq", weights)[..., None]) @ v
+
+    inputs = torch.randn(3, 2, 4, 12, 16)
+    torch._dynamo.reset()
+    backend = Rewriting()
+    found = torch.compile(attention, backend=backend, fullgraph=True)(*inputs)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    torch.testing.assert_close(found, F.scaled_dot_product_attention(*inputs), rtol=1e-4, atol=1e-5)

@@ -17,7 +17,6 @@ from lz_compile.ground.sizes import Shape, product, shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, broadcast_from
 from lz_compile.passes.formula.expressions import constant_value
-from lz_compile.passes.formula.notation import notation
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
@@ -150,7 +149,7 @@ def _tensordot(call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Product
 
 
 def _einsum(call: Call, dims: Dims) -> Product | None:
-    said = notation(call)
+    said = layout.notation(call)
     if said is None or len(said.result) != len(dims):
         return None
     operands, labels, result = said.operands, said.labels, said.result

@@ -13,7 +13,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of, strides_of
 from lz_compile.passes.editing.edit import MayEdit, anywhere
-from lz_compile.passes.formula.notation import Notation, notation
+from lz_compile.passes.formula.layout import Notation, notation
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter
 from lz_compile.passes.graph.view import known_tensor, read
