@@ -83,6 +83,13 @@ def test_integers_keep_their_dtype() -> None:
     spelled(lambda a: torch.einsum("ab->a", a), torch.arange(6, dtype=torch.int32).view(2, 3))
 
 
+def test_one_of_another_is_spelled_out_after_it() -> None:
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        return torch.einsum("bs,s->bs", torch.einsum("sb->bs", a), torch.einsum("sb->s", b))
+
+    assert spelled(function, torch.randn(3, 4), torch.randn(3, 4)) == 3
+
+
 def test_rotations_and_norms_are_read_through_it() -> None:
     def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         first, second = x.chunk(2, -1)
@@ -99,6 +106,7 @@ def test_rotations_and_norms_are_read_through_it() -> None:
         backend = Rewriting(lock={op: f"torch.{op}"})
         found = torch.compile(function, backend=backend, fullgraph=True)(*inputs)
         assert [(match.op, match.rewritten) for match in backend.report.matches] == [(op, True)], backend.why_not()
+        assert not backend.report.events
         exact = function(*(each.double() for each in inputs))
         torch.testing.assert_close(found.double(), exact, rtol=1e-4, atol=1e-4)
 

@@ -21,12 +21,9 @@ from lz_compile.passes.graph.view import known_tensor, read
 
 def spell_out_notation(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     """Spell such calls out, in place, where they may be edited; how many there were."""
-    said = {
-        call.node: notation(call) for node in graph.nodes if (call := read(node)) is not None and call.name == "einsum"
-    }
-    found = {node: each for node, each in said.items() if each is not None and _sums_no_products(each)}
-    effects = Effects(graph) if found else None
-    return sum(_spelled(node, each, effects, may_edit) for node, each in found.items() if effects is not None)
+    nodes = [call.node for node in graph.nodes if (call := read(node)) is not None and call.name == "einsum"]
+    effects = Effects(graph) if nodes else None
+    return sum(_spelled(node, effects, may_edit) for node in nodes if effects is not None)
 
 
 def _sums_no_products(said: Notation) -> bool:
@@ -36,10 +33,11 @@ def _sums_no_products(said: Notation) -> bool:
     return is_plain and (len(said.operands) == 1 or (len(said.operands) == 2 and not sums))
 
 
-def _spelled(node: fx.Node, said: Notation, effects: Effects, may_edit: MayEdit) -> bool:
+def _spelled(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
     """Whether a call is spelled out: not where autocast would cast the one and not the other."""
-    ambient, old, before = effects.ambient(node), known_tensor(node), node.prev
-    if ambient.is_transformed or ambient.autocast:
+    call, ambient, old, before = read(node), effects.ambient(node), known_tensor(node), node.prev
+    said = None if call is None else notation(call)
+    if said is None or not _sums_no_products(said) or ambient.is_transformed or ambient.autocast:
         return False
     emit = Emitter(node.graph, old.fake_mode, ambient, node)  # type: ignore[attr-defined]
     summed = [label for label in said.labels[0] if label not in said.result]
