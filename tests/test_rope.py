@@ -310,6 +310,32 @@ def test_the_parts_of_a_rotation_may_be_stored(stored: str) -> None:
     torch.testing.assert_close(*pairs)
 
 
+def test_a_copy_that_is_stored_over_is_no_other_tensor() -> None:
+    def turned(x: Tensor, angles: Tensor) -> Tensor:
+        out, (a, b) = x.transpose(1, 2).contiguous(), x.transpose(1, 2).chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        out[..., :8], out[..., 8:] = a * cos - b * sin, b * cos + a * sin
+        return out
+
+    inputs = torch.randn(2, 7, 4, 16, requires_grad=True), torch.randn(7, 8)
+    got, backend = compiled(turned, *inputs)
+    assert only(backend).rewritten, backend.why_not()
+    pairs = [(each, *torch.autograd.grad(each.square().sum(), inputs[0])) for each in (got, turned(*inputs))]
+    torch.testing.assert_close(*pairs)
+
+
+def test_complex_numbers_are_put_together_by_hand() -> None:
+    def turned(x: Tensor, angles: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        both = (first + 1j * second) * (angles.cos() + 1j * angles.sin())
+        return torch.cat((both.real, both.imag), -1)
+
+    inputs = torch.randn(2, 4, 7, 16), torch.randn(7, 8)
+    got, backend = compiled(turned, *inputs)
+    assert only(backend).rewritten, backend.why_not()
+    torch.testing.assert_close(got, turned(*inputs))
+
+
 def test_rotation_matrices_that_are_given_are_four_tables() -> None:
     def turned(x: Tensor, matrices: Tensor) -> Tensor:
         return (x.reshape(*x.shape[:-1], -1, 1, 2) * matrices).sum(-1).flatten(-2)
