@@ -46,6 +46,8 @@ EXAMPLES: Mapping[str, Callable[[Any, Any], Any]] = {
     "cat": lambda x, y: torch.cat([x, y]),
     "stack": lambda x, y: torch.stack([x, y]),
     "pad": lambda x, y: F.pad(x, (2, 0)),
+    "slice_scatter": lambda x, y: torch.slice_scatter(x, y[:, :2], 1, 3, 5),
+    "select_scatter": lambda x, y: torch.select_scatter(x, y[:, 0], 1, 2),
     # layouts
     "transpose": lambda x, y: x.transpose(0, 1),
     "t": lambda x, y: x.t(),
@@ -79,6 +81,8 @@ EXAMPLES: Mapping[str, Callable[[Any, Any], Any]] = {
     "addcmul": lambda x, y: torch.addcmul(x, y, y, value=2),
     "lerp": lambda x, y: torch.lerp(x, y, 0.5),
     "div": lambda x, y: x / 4,
+    "addcdiv": lambda x, y: torch.addcdiv(x, y, x, value=2),
+    "hypot": torch.hypot,
     # positions and conditions on them
     "arange": lambda x, y: torch.arange(1, x.size(1), 2),
     "eye": lambda x, y: torch.eye(x.size(0)),

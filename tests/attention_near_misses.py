@@ -59,7 +59,7 @@ def near_misses() -> dict[str, Lookalike]:
         "denominator_of_another_mask": Lookalike(denominator_of_another_mask, (*masked, other), "DENOMINATOR"),
         "denominator_without_the_mask": Lookalike(denominator_without_the_mask, masked, "DENOMINATOR_OF_ANOTHER_SUM"),
         "difference_of_heads": Lookalike(difference_of_heads, qkv, "PROBABILITIES_COMBINED"),
-        "summed_by_einsum": Lookalike(summed_by_einsum, qkv, "the weights hold 1/einsum"),
+        "summed_by_cumsum": Lookalike(summed_by_cumsum, qkv, "the weights hold 1/getitem"),
         "exponentials_not_divided": Lookalike(exponentials_not_divided, qkv, "NOT_NORMALISED"),
         "key_overwritten_in_between": Lookalike(key_overwritten_in_between, qkv, "OPERAND_MUTATED"),
         "scores_overwritten_through_a_view": Lookalike(scores_overwritten_through_a_view, qkv, "SCORES_NOT_READ"),
@@ -213,9 +213,9 @@ def difference_of_heads(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return (weights[:, :, 0] - factor * weights[:, :, 1]) @ value[:, :3]
 
 
-def summed_by_einsum(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def summed_by_cumsum(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     weights = _scores(query, key).exp()
-    return (weights / torch.einsum("bhqk->bhq", weights)[..., None]) @ value
+    return (weights / weights.cumsum(-1)[..., -1:]) @ value
 
 
 def exponentials_not_divided(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

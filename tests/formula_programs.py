@@ -257,6 +257,17 @@ def _rolled(program: Program, node: fx.Node) -> fx.Node:
     return program.call(torch.roll, node, [program.rng.randint(-3, 3) for _ in dims], dims)
 
 
+def _stored(program: Program, node: fx.Node) -> fx.Node:
+    dim = program.rng.randrange(value(node).dim())
+    size = value(node).shape[dim]
+    start = program.rng.randrange(size)
+    stop = program.rng.randint(start + 1, size)
+    part = program.call("flip", program.call("narrow", node, dim, 0, stop - start), (dim,))
+    if stop == start + 1 and program.rng.random() < 0.5:
+        return program.call(torch.select_scatter, node, program.call("select", part, dim, 0), dim, start - size)
+    return program.call(torch.slice_scatter, node, part, dim, start, stop)
+
+
 def _diagonal(program: Program, node: fx.Node) -> fx.Node:
     one, two = program.rng.sample(range(value(node).dim()), 2)
     return program.call("diagonal", node, program.rng.randint(-1, 1), one, two)
@@ -292,6 +303,7 @@ STEPS: Mapping[str, Callable[[Program, fx.Node], fx.Node]] = {
     "piece": _piece,
     "flip": lambda program, node: program.call("flip", node, [program.dim(node)]),
     "roll": _rolled,
+    "store": _stored,
     "gather": _gathered,
     "two indices": _two_gathered,
     "join": _joined,

@@ -104,6 +104,7 @@ MIN_P: Mapping[str, Callable[[Tensor, float], Tensor]] = {
     "probs": lambda x, m: x.softmax(-1) < m * x.softmax(-1).amax(-1, keepdim=True),
     "max": lambda x, m: (p := F.softmax(x, -1)) < p.max(dim=-1, keepdim=True)[0] * m,
     "scores": lambda x, m: x < x.amax(dim=-1, keepdim=True) + math.log(m),
+    "logarithms": lambda x, m: (p := x.log_softmax(-1)) < p.amax(-1, keepdim=True) - (-math.log(m)),
     "ratio": lambda x, m: ((p := x.softmax(-1)) / p.max(-1, keepdim=True).values).lt(m),
 }
 

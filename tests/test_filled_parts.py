@@ -65,7 +65,10 @@ def filling(seed: int) -> tuple[Function, list[Tensor]]:
     dots, swaps = rng.random() < 0.5 and dim == len(shape) - 1, rng.random() < 0.5
     make = rng.choice(("empty", "empty_like", "new_zeros", "zeros_like"))
     dtype = rng.choice((torch.float32, torch.float32, torch.float64, torch.bfloat16))
-    order, copies = rng.sample(range(len(cuts)), len(cuts)), [rng.random() < 0.3 for _ in cuts]
+    order, copies = (
+        rng.sample(range(len(cuts)), len(cuts)),
+        rng.choices(("set", "index", "narrow"), (6, 3, 2), k=len(cuts)),
+    )
     used = [rng.choice("ab") for _ in cuts]
 
     def function(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -79,8 +82,10 @@ def filling(seed: int) -> tuple[Function, list[Tensor]]:
         for place in order:
             index = (..., cuts[place]) if dots else (*[slice(None)] * dim, cuts[place])
             value = (like if used[place] == "a" else (b.transpose(0, -1) if swaps else b))[index] * (place + 2)
-            if copies[place]:
+            if copies[place] == "index":
                 new[index].copy_(value)
+            elif copies[place] == "narrow" and form == "behind":
+                new.narrow(dim, starts[place], lengths[place]).copy_(value)
             else:
                 new[index] = value
         return new, new * 2
@@ -99,6 +104,28 @@ def test_whatever_fills_a_tensor_is_joined(first: int) -> None:
         count, module = joined(function, *inputs)
         assert count == 1, seed
         assert not [node for node in module.graph.nodes if node.target in (operator.setitem, "copy_")], seed
+
+
+def _by_chunks(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    new = torch.empty_like(a)
+    first, second = new.chunk(2, 1)
+    first.copy_(b[:, :3])
+    second.copy_(a[:, 3:])
+    return (new,)
+
+
+def _by_places(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    new = torch.empty(5, 2)
+    new.select(1, 1).copy_(b[:, 0])
+    new.select(1, 0).copy_(a[:, 0])
+    return (new,)
+
+
+@pytest.mark.parametrize("function", [_by_chunks, _by_places])
+def test_parts_may_be_views_by_any_call(function: Function) -> None:
+    count, module = joined(function, torch.randn(5, 6), torch.randn(5, 6))
+    assert count == 1
+    assert "copy_" not in {node.target for node in module.graph.nodes}
 
 
 def test_sizes_that_are_not_cut_may_be_symbols() -> None:
@@ -134,6 +161,15 @@ def _along_two(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     new = torch.zeros_like(a)
     new[:, :3], new[:2] = b[:, :3], a[:2]
     return (new,)
+
+
+def _another_part_is_read(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    new = torch.zeros_like(a)
+    first, second, third = new.split((2, 2, 2), 1)
+    first.copy_(b[:, :2])
+    second.copy_(a[:, :2])
+    new[:, 4:] = b[:, 4:]
+    return new, third
 
 
 def _read_between(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
@@ -186,7 +222,7 @@ def _unlike_steps(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
 
 
 OTHERS = [
-    _partly, _not_to_the_end, _twice, _along_two, _read_between, _seen_before, _value_changes, _broadcast, _given, _unlike_steps,
+    _partly, _not_to_the_end, _twice, _along_two, _read_between, _another_part_is_read, _seen_before, _value_changes, _broadcast, _given, _unlike_steps,
 ]  # fmt: skip
 
 

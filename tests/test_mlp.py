@@ -527,3 +527,58 @@ def test_sums_of_many_projections_are_followed_once(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(projections, "_is_weight", lambda *given: asked.append(given) or is_weight(*given))
     projections.projection(Effects(graph), node)
     assert len(asked) < 50
+
+
+def test_the_columns_of_a_row_are_those_that_its_bias_has() -> None:
+    """The weight comes first, so that features are in the second dimension; the result may be turned, or may not."""
+    gate, up, first, second = torch.randn(20, 8), torch.randn(20, 8), torch.randn(20), torch.randn(20)
+
+    def turned(x: Tensor) -> Tensor:
+        return F.gelu((gate @ x.mT).mT + first) * ((up @ x.mT).mT + second)
+
+    def left(x: Tensor) -> Tensor:
+        return F.silu(gate @ x.mT + first[:, None])
+
+    x = torch.randn(3, 5, 8)
+    for function in (turned, left):
+        result, backend = _run(function, x)
+        assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+        torch.testing.assert_close(result, function(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("shapes", [((20,), (5, 1)), ((3, 5, 20), (3, 5, 20))])
+def test_biases_of_other_columns_or_of_every_element_are_told(shapes: tuple[tuple[int, ...], ...]) -> None:
+    x, gate, up = _projections()
+    first, second = (torch.randn(shape) for shape in shapes)
+    _, backend = _run(lambda x: F.silu(gate(x) + first) * (up(x) + second), x[:3, :5])
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["BIAS_NOT_A_ROW"], backend.why_not()
+
+
+#: How gate and other row are cut out of one.
+MOVES: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
+    "index_select": lambda x: (x.index_select(-1, torch.arange(12)), x.index_select(-1, torch.arange(12, 24))),
+    "gather": lambda x: tuple(x.gather(-1, at.expand(3, 12)) for at in torch.arange(24).chunk(2)),  # type: ignore[dict-item]
+    "roll": lambda x: (x[:, :12], x.roll(12, -1)[:, :12]),
+    "flip": lambda x: x.unflatten(-1, (2, 12)).flip(1).unbind(1),  # type: ignore[dict-item, return-value]
+}
+
+
+@pytest.mark.parametrize("moves", MOVES)
+def test_rows_may_be_cut_out_by_whatever_moves_elements(moves: str) -> None:
+    weight = torch.randn(24, 8)
+
+    def gated(x: Tensor) -> Tensor:
+        gate, up = MOVES[moves](F.linear(x, weight))
+        return F.silu(gate) * up
+
+    x = torch.randn(3, 8)
+    result, backend = _run(gated, x)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    torch.testing.assert_close(result, gated(x), rtol=1e-5, atol=1e-5)
+
+
+def test_scores_of_given_queries_and_keys_are_no_projections() -> None:
+    q, k, v = torch.randn(3, 2, 3, 5, 8)
+    _, backend = _run(lambda q, k, v: F.relu(q @ k.mT) @ v, q, k, v)
+    assert not backend.report.matches
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["NO_SOFTMAX"], backend.why_not()

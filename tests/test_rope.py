@@ -269,6 +269,73 @@ def test_rotation_matrices_are_read(function: Callable[..., Tensor]) -> None:
     assert only(backend).attributes["is_interleaved"]
 
 
+def _copied_to(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out.narrow(-1, 0, 8).copy_(first)
+    out.narrow(-1, 8, 8).copy_(second)
+    return out
+
+
+def _stored_in_turn(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    out = x.transpose(1, 2).clone()  # of other strides: no join lies in memory as it does
+    out[..., ::2], out[..., 1::2] = first.transpose(1, 2), second.transpose(1, 2)
+    return out.transpose(1, 2)
+
+
+#: How the two parts of a result come together.
+STORED: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "copied": _copied_to,
+    "in turn": _stored_in_turn,
+    "slice_scatter": lambda x, first, second: x.slice_scatter(first, -1, 0, 8).slice_scatter(second, -1, 8, 16),
+    "select_scatter": lambda x, first, second: torch.select_scatter(
+        x.unflatten(-1, (8, 2)).select_scatter(first, -1, 0), second, -1, 1
+    ).flatten(-2),
+}
+
+
+@pytest.mark.parametrize("stored", STORED)
+def test_the_parts_of_a_rotation_may_be_stored(stored: str) -> None:
+    is_interleaved = stored in ("in turn", "select_scatter")
+
+    def turned(x: Tensor, angles: Tensor) -> Tensor:
+        x, cos, sin = x * 1, angles.cos(), angles.sin()
+        a, b = (x[..., ::2], x[..., 1::2]) if is_interleaved else x.chunk(2, -1)
+        return STORED[stored](x, a * cos - b * sin, b * cos + a * sin)
+
+    inputs = torch.randn(2, 4, 7, 16, requires_grad=True), torch.randn(7, 8)
+    got, backend = compiled(turned, *inputs)
+    assert only(backend).rewritten, backend.why_not()
+    assert only(backend).attributes["is_interleaved"] == is_interleaved
+    pairs = [(each, *torch.autograd.grad(each.square().sum(), inputs[0])) for each in (got, turned(*inputs))]
+    torch.testing.assert_close(*pairs)
+
+
+def test_a_copy_that_is_stored_over_is_no_other_tensor() -> None:
+    def turned(x: Tensor, angles: Tensor) -> Tensor:
+        out, (a, b) = x.transpose(1, 2).contiguous(), x.transpose(1, 2).chunk(2, -1)
+        cos, sin = angles.cos(), angles.sin()
+        out[..., :8], out[..., 8:] = a * cos - b * sin, b * cos + a * sin
+        return out
+
+    inputs = torch.randn(2, 7, 4, 16, requires_grad=True), torch.randn(7, 8)
+    got, backend = compiled(turned, *inputs)
+    assert only(backend).rewritten, backend.why_not()
+    pairs = [(each, *torch.autograd.grad(each.square().sum(), inputs[0])) for each in (got, turned(*inputs))]
+    torch.testing.assert_close(*pairs)
+
+
+def test_complex_numbers_are_put_together_by_hand() -> None:
+    def turned(x: Tensor, angles: Tensor) -> Tensor:
+        first, second = x.chunk(2, -1)
+        both = (first + 1j * second) * (angles.cos() + 1j * angles.sin())
+        return torch.cat((both.real, both.imag), -1)
+
+    inputs = torch.randn(2, 4, 7, 16), torch.randn(7, 8)
+    got, backend = compiled(turned, *inputs)
+    assert only(backend).rewritten, backend.why_not()
+    torch.testing.assert_close(got, turned(*inputs))
+
+
 def test_rotation_matrices_that_are_given_are_four_tables() -> None:
     def turned(x: Tensor, matrices: Tensor) -> Tensor:
         return (x.reshape(*x.shape[:-1], -1, 1, 2) * matrices).sum(-1).flatten(-2)

@@ -275,6 +275,17 @@ def test_a_filter_that_learns_is_left_to_its_source():
     found = torch.compile(one_sort, backend=backend, fullgraph=True)(x)
     assert torch.equal(found, one_sort(x))
     assert "TIES_UNSPECIFIED" in {miss.reason.code for miss in backend.report.near_misses}, backend.why_not()
+    assert "gradients flow through what is kept" in backend.why_not()
+
+
+def test_a_filter_before_a_draw_that_nobody_differentiates_is_told_so():
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"sampling": "torch.sampling"})
+    x = tied(3, VOCAB).requires_grad_()
+    torch.compile(lambda x: one_sort(x).argmax(-1), backend=backend, fullgraph=True)(x)
+    (miss,) = backend.report.near_misses
+    assert "its scores have a gradient, which nothing asks for" in str(miss.reason)
+    assert miss.edit == "draw under torch.no_grad()"
 
 
 def test_every_text_is_a_function_of_names_that_every_process_has():

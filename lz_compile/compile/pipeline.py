@@ -19,6 +19,7 @@ from lz_compile.passes.editing.dead import drop_dead, drop_dead_of_loops
 from lz_compile.passes.editing.edit import Edit, RefutedError
 from lz_compile.passes.graph.modes import ambient_behind, grad_enabled
 from lz_compile.passes.graph.snapshot import Snapshot
+from lz_compile.passes.inlining.index_notation import spell_out_notation
 from lz_compile.passes.inlining.subclasses import spell_out_subclasses
 from lz_compile.passes.inlining.values import with_values
 from lz_compile.passes.loops.roll.filled_parts import join_parts
@@ -41,6 +42,7 @@ READ = (
     Stage("taking out dropout that drops nothing", "INLINE_FAILED", reading.pass_on_inputs, "inline"),
     Stage("spelling out calls", "INLINE_FAILED", reading.spell_out, "inline"),
     _everywhere("spelling out tensor subclasses", "INLINE_FAILED", spell_out_subclasses, "inline"),
+    _everywhere("spelling out index notation", "INLINE_FAILED", spell_out_notation, "inline"),
     _everywhere("joining what is filled part by part", "INLINE_FAILED", join_parts, "inline"),
     _everywhere("giving values to what is written in place", "INLINE_FAILED", with_values, "inline"),
     _everywhere("spelling out torch.vmap", "INLINE_FAILED", unbatch, "inline"),

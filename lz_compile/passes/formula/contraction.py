@@ -6,7 +6,6 @@ those of both sides of a product of two. Which spelling it was and how either wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,11 +15,12 @@ from torch import fx
 
 from lz_compile.ground.sizes import Shape, product, shape_of
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.axes import Axis, Dims, broadcast_from, fresh
+from lz_compile.passes.formula.axes import Axis, Dims, broadcast_from
 from lz_compile.passes.formula.expressions import constant_value
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError
-from lz_compile.passes.graph.view import Call, known_tensor, tensor_of, tensor_operands
+from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
+from lz_compile.passes.graph.view import read as read_call
 
 if TYPE_CHECKING:
     from lz_compile.passes.formula.algebra import Region
@@ -149,15 +149,11 @@ def _tensordot(call: Call, dims: Dims, left: fx.Node, right: fx.Node) -> Product
 
 
 def _einsum(call: Call, dims: Dims) -> Product | None:
-    equation, operands = call.input, [value for name, value in call.arguments.items() if name != "input"]
-    if len(operands) == 1 and isinstance(operands[0], (tuple, list)):
-        operands = list(operands[0])
-    if not isinstance(equation, str) or any(tensor_of(operand) is None for operand in operands):
+    said = layout.notation(call)
+    if said is None or len(said.result) != len(dims):
         return None
+    operands, labels, result = said.operands, said.labels, said.result
     shapes = [shape_of(known_tensor(operand)) for operand in operands]
-    labels, result = _parse(equation, [len(shape) for shape in shapes])
-    if len(result) != len(dims):
-        return None
     axes: dict[str, tuple[Axis, ...]] = {label: dim for label, dim in zip(result, dims, strict=True) if dim}
     summed: list[Axis] = []
     for names, shape in zip(labels, shapes, strict=True):
@@ -172,34 +168,6 @@ def _einsum(call: Call, dims: Dims) -> Product | None:
         for names, shape in zip(labels, shapes, strict=True)
     ]
     return Product(tuple(zip(operands, placed, strict=True)), tuple(summed))
-
-
-def _parse(equation: str, ranks: Sequence[int]) -> tuple[list[list[str]], list[str]]:
-    """Labels per operand and of the result; the dims of an ellipsis are labelled ``.0``, ``.1``, ... from the right."""
-    inputs, arrow, output = equation.replace(" ", "").partition("->")
-    terms = inputs.split(",")
-    labels = [_labels(term, rank) for term, rank in zip(terms, ranks, strict=True)]
-    if not arrow:
-        plain = [label for term in labels for label in term if not label.startswith(".")]
-        output = "..." * ("..." in inputs) + "".join(sorted(label for label in set(plain) if plain.count(label) == 1))
-    hidden = max((sum(label.startswith(".") for label in term) for term in labels), default=0)
-    return labels, _labels(output, len(output.replace("...", "")) + (hidden if "..." in output else 0))
-
-
-def _labels(term: str, rank: int) -> list[str]:
-    head, dots, tail = term.partition("...")
-    count = rank - len(head) - len(tail)
-    return list(head) + ([f".{count - 1 - i}" for i in range(count)] if dots else []) + list(tail)
-
-
-def is_of_squares(effects: Effects, call: Call) -> bool:
-    """Whether a product sums the squares of one tensor along some of its axes: of rows with themselves."""
-    if call.name not in PRODUCTS or len({_behind_layout(effects, node) for node in tensor_operands(call.node)}) != 1:
-        return False
-    found = factors(call, fresh(shape_of(known_tensor(call.node))))
-    if found is None or found.addend is not None or len(found.factors) != 2:
-        return False
-    return len({frozenset(axis for dim in dims for axis in dim) for _, dims in found.factors}) == 1
 
 
 # ---- products of two ----------------------------------------------------------------------------------------------
@@ -349,7 +317,7 @@ def _cdist(region: Region, call: Call, dims: Dims) -> Contraction | None:
 
 def _reduced_difference(region: Region, call: Call, dims: Dims, difference: Call) -> Contraction | None:
     """A reduction of what is a multiple of a squared difference, down to the tensors that differ."""
-    stops = {_behind_layout(region.effects, difference.get(name)) for name in ("input", "other")}
+    stops = {behind_layout(difference.get(name)) for name in ("input", "other")}
     inner = region.up_to(stops)
     given = _summand(inner, call, dims)
     if given is None or len(stops) != 2:
@@ -393,8 +361,8 @@ def _summand(inner: Region, call: Call, dims: Dims) -> tuple[sympy.Expr, tuple[A
     return (expression**2 if call.name in _NORMS else expression), reduced[1]
 
 
-def _behind_layout(effects: Effects, node: fx.Node) -> fx.Node:
+def behind_layout(node: fx.Node) -> fx.Node:
     """The tensor that a node shows in another layout."""
-    while (call := effects.calls.get(node)) is not None and layout.is_view(call) and layout.is_in_axes(call):
+    while (call := read_call(node)) is not None and layout.is_view(call) and layout.is_in_axes(call):
         node = call.input
     return node

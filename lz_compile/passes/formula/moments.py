@@ -23,9 +23,10 @@ from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of, regroup
 from lz_compile.passes.formula.edge import Edge, behind_casts
 from lz_compile.passes.formula.expressions import tidy
 from lz_compile.passes.formula.pointwise import AT_LEAST, BENDS, Rule
+from lz_compile.passes.formula.statistics import as_mean, is_of_rows
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
-from lz_compile.passes.graph.view import Call, tensor_of, tensor_operands, value_of
+from lz_compile.passes.graph.view import Call, tensor_of, value_of
 
 ROW = sympy.Symbol("row", real=True)
 MEAN = sympy.Symbol("mean", real=True)
@@ -57,6 +58,8 @@ class Moments:
     dims: Dims = ()
     reduced: tuple[Axis, ...] = ()
     squared: list[fx.Node] = field(default_factory=list)
+    #: Axes of the source, each with one that a statistic reduces in its place.
+    _met: list[tuple[Axis, Axis]] = field(default_factory=list)
     _depth: int = 0
 
     def __post_init__(self) -> None:
@@ -124,8 +127,9 @@ class Moments:
             return self._of_pair(call, leaf)
         if call is not None and self._is_whole(leaf):
             return CALLS[call.name](self, call, leaf.dims)
+        call = call and (as_mean(call) or call)
         reader = None if call is None else _REDUCTIONS.get(call.name)
-        if call is not None and reader is None and contraction.is_of_squares(self.effects, call):
+        if call is not None and reader is None and is_of_rows(call):
             reader = _product
         if reader is None or call is None or not self.edge.depends(call.node):
             return None
@@ -195,13 +199,20 @@ class Moments:
         if any(twin is not axis and (twin not in own or axis in own or axis.size != twin.size) for axis, twin in pairs):
             text = "statistics are of other rows than those they are used for"
             raise RefusedError("ROWS_DIFFER", text, "use those of the same")
-        self.reduce(tuple(axis for axis, twin in pairs if twin in own and axis not in own), len(own))
+        met = [pair for pair in pairs if pair[1] in own and pair[0] not in own]
+        self._met += met
+        self.reduce(tuple(axis for axis, _ in met), len(own))
 
     def reduce(self, reduced: tuple[Axis, ...], count: int) -> None:
         """Note the axes of the source that a statistic reduces; all of them must reduce the same."""
         if len(reduced) != count or (self.reduced and set(self.hidden) != set(atoms(reduced))):
             raise RefusedError("STATISTICS_DIFFER", "mean and variance are over different dimensions", "use the same")
         self.reduced = self.reduced or reduced
+
+    @property
+    def ties(self) -> dict[Axis, Axis]:
+        """The axes that statistics reduce, each with the one of the source that it stands for: both have one size."""
+        return {twin: axis for own, other in self._met for axis, twin in _aligned((own,), (other,))}
 
     @property
     def hidden(self) -> tuple[Axis, ...]:
@@ -266,7 +277,7 @@ def _sum(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
 
 
 def _product(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
-    """Of rows with themselves (see :func:`contraction.is_of_squares`)."""
+    """Of rows with themselves, or with numbers (see :func:`is_of_rows`)."""
     found = contraction.factors(call, dims)
     assert found is not None, "a product of rows with themselves"
     sides = [moments.region.express(node, own, call.node) for node, own in found.factors]
@@ -295,6 +306,11 @@ def _norm(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
     return sympy.sqrt(count * moments.mean_of(sympy.expand(expression**2), call.node))
 
 
+def _skipping(moments: Moments, call: Call, dims: Dims) -> sympy.Expr:
+    text = f"{call.name} leaves missing numbers out, which a kernel does not"
+    raise RefusedError("NAN_SKIPPED", text, f"use {call.name.removeprefix('nan')} where none is missing")
+
+
 #: Reductions that may follow each other.
 _ADDING = frozenset({"mean", "sum"})
 _REDUCTIONS: Mapping[str, Reduction] = {
@@ -303,20 +319,17 @@ _REDUCTIONS: Mapping[str, Reduction] = {
     "amax": lambda moments, call, dims: moments.largest_of(moments.inner(call, dims)[0], call.node),
     "var": _var,
     "std": lambda moments, call, dims: sympy.sqrt(_var(moments, call, dims)),
+    **dict.fromkeys(("nanmean", "nansum"), _skipping),
     **dict.fromkeys(("norm", "vector_norm", "linalg_vector_norm", "linalg_norm"), _norm),
 }
 #: Calls by which a reading may begin: statistics, and calls that normalise by themselves.
 STATISTICS = frozenset(_REDUCTIONS) | {"var_mean", "std_mean"}
 
 
-def is_statistic(effects: Effects, call: Call) -> bool:
+def is_statistic(call: Call) -> bool:
     """Whether a reading may begin at a call."""
-    return call.name in STATISTICS or call.name in CALLS or contraction.is_of_squares(effects, call)
-
-
-def row_of(statistic: Call) -> fx.Node:
-    """The tensor that a statistic is of; an ``einsum`` is given its equation first."""
-    return statistic.input if isinstance(statistic.input, fx.Node) else tensor_operands(statistic.node)[0]
+    is_named = call.name in STATISTICS or call.name in CALLS or as_mean(call) is not None
+    return is_named or is_of_rows(call)
 
 
 # ---- calls that normalise by themselves ------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import torch
@@ -279,6 +280,27 @@ def _pad(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
     return [own, Piece(0 if value is None else value, (), call.node)]
 
 
+def _scattered(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
+    """A tensor with another one in the place of a slice, or of one position, of a dimension."""
+    named, value, step = layout.named_dim(call, 0), call.get("src"), call.get("step", 1)
+    start = None if named is None else first_of(space, call.get("start", call.get("index")), named[1])
+    if named is None or start is None or tensor_of(value) is None or not isinstance(step, int):
+        return None
+    dim, offset = named[0], space.place(dims[named[0]]) - start
+    drops = call.name == "select_scatter"
+    if any(monomial and factor % step for monomial, factor in offset.terms.items()):
+        return None  # now within the slice, now beside it
+    size, place = as_size(known_tensor(value).shape[dim]) if not drops else 1, offset.scaled(Fraction(1, step))
+    inside = both(at_least(place), at_least(space.size(size) - ONE - place))
+    pieces = [Piece(call.input, dims, call.node)]
+    if inside != FALSE and not offset.terms.get((), 0) % step:
+        own = () if drops else (space.dim_at(place, size),)
+        pieces.insert(0, Piece(value, (*dims[:dim], *own, *dims[dim + 1 :]), call.node, inside))
+    return pieces
+
+
+#: Calls that give a tensor with another one in the place of a part.
+STORES = frozenset({"slice_scatter", "select_scatter"})
 RULES: Mapping[str, Rule] = {
     "getitem": getitem,
     "select": _select,
@@ -294,6 +316,7 @@ RULES: Mapping[str, Rule] = {
     "cat": _cat,
     "stack": _stack,
     "pad": _pad,
+    **dict.fromkeys(STORES, _scattered),
 }
 
 

@@ -189,6 +189,12 @@ class Parts(Region):
             raise LayoutError(f"{told(node)} is read at more than {self.places} places")
         return found
 
+    def scalar(self, value: Any) -> sympy.Expr:
+        """A number, which may be complex."""
+        if not isinstance(value, complex):
+            return super().scalar(value)
+        return super().scalar(value.real) + sympy.I * super().scalar(value.imag)
+
     def depends(self, node: fx.Node) -> bool:
         """Whether a value is computed from the source."""
         assert isinstance(self.stops, Edge), "parts are of a source"

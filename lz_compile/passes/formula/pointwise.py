@@ -81,6 +81,11 @@ def _div(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     return region.operand(call, "input", dims) / region.operand(call, "other", dims)
 
 
+def _addcdiv(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    added, over, under = (region.operand(call, name, dims) for name in ("input", "tensor1", "tensor2"))
+    return added + region.scalar(call.get("value", 1)) * over / under
+
+
 def _exponential(exponent: sympy.Expr) -> sympy.Expr:
     """``exp`` of it: multiples of logarithms are powers, of halves where floating-point arithmetic left nearly one."""
     if exponent.has(sympy.log):
@@ -172,7 +177,9 @@ POINTWISE: Mapping[str, Rule] = {
     **{name: _computed(name) for name in ARITHMETIC},
     "mul": _mul,
     "div": _div,
+    "addcdiv": _addcdiv,
     "pow": _pow,
+    "hypot": applied(lambda x, y: sympy.sqrt(x**2 + y**2), "input", "other"),
     "sqrt": applied(sympy.sqrt),
     "rsqrt": applied(lambda a: a ** sympy.Rational(-1, 2)),
     "reciprocal": applied(lambda a: 1 / a),

@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
-from lz_compile.passes.formula import contraction, layout
+from lz_compile.passes.formula import contraction, layout, moves
 from lz_compile.passes.formula.expressions import is_cast, is_constant
 from lz_compile.passes.formula.pointwise import bends, is_moved, is_read
 from lz_compile.passes.graph.effects import Effects
@@ -22,9 +23,10 @@ from lz_compile.passes.graph.view import EMITTED, Call, known_tensor, reached, t
 #: Products that are projections; the last ones with weights of several experts, or over neighbours.
 PRODUCTS = contraction.PRODUCTS | {"grouped_mm", "_grouped_mm", "grouped_mm_fallback", "scaled_mm", "_scaled_mm"}
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
-_SPLITS = frozenset({"chunk", "split", "unbind", "tensor_split", "split_with_sizes", "getitem", "narrow", "select"})
-#: How weights are put together, and experts' picked.
-_MADE = _SPLITS | {"index_select", "cat", "stack"}
+#: How rows and weights are cut out of others, and experts' picked, or are put together.
+_MADE = layout.SPLITS | moves.RULES.keys()
+#: A weight of several experts is a matrix for each.
+_WEIGHT_RANK = 3
 _ROWS, _GIVEN, _SIZE, _DEPTH = 2, 3, 48, 10
 
 
@@ -157,7 +159,7 @@ def projection(
             following = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
         else:
             is_sum = call.name == "sum" and effects.name(call.input) == "stack"
-            is_through = is_sum or call.name in _SPLITS or layout.rearranges(call) or is_cast(call)
+            is_through = is_sum or call.name in _MADE or layout.rearranges(call) or is_cast(call)
             following = call.input if is_through else None
         if not isinstance(following, fx.Node):
             return None
@@ -174,7 +176,10 @@ def _first(call: Call) -> list[fx.Node]:
 def _is_weight(effects: Effects, node: fx.Node, depth: int = _DEPTH) -> bool:
     """Whether a value is given, or is made of parts of what is."""
     call = effects.calls.get(node)
-    if call is None or is_constant(call):
+    if call is None:
+        tensor = known_tensor(node)
+        return tensor.dim() <= _WEIGHT_RANK or isinstance(tensor, torch.nn.Parameter)
+    if is_constant(call):
         return True
     is_through = call.name in _MADE or layout.rearranges(call) or is_cast(call)
     return is_through and depth > 0 and all(_is_weight(effects, each, depth - 1) for each in _first(call))

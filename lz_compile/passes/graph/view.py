@@ -29,7 +29,7 @@ _PARAMETERS: Mapping[str, str] = {
     "input other": (
         "mul and or xor logical_xor bitwise_xor eq ne floordiv floor_divide mod fmod remainder rshift "
         "bitwise_right_shift lshift bitwise_left_shift maximum minimum gt ge lt le reshape_as matmul bmm mm "
-        "expand_as view_as type_as outer logaddexp ldexp"
+        "expand_as view_as type_as outer logaddexp ldexp hypot"
     ),
     "input other rounding_mode": "div",
     "input exponent": "pow",
@@ -50,7 +50,8 @@ _PARAMETERS: Mapping[str, str] = {
     "input k dim": "topk kthvalue",
     "input dim descending": "sort argsort",
     "input nan posinf neginf": "nan_to_num",
-    "input tensor1 tensor2 value": "addcmul",
+    "input tensor1 tensor2 value": "addcmul addcdiv",
+    "input kernel_size stride padding ceil_mode count_include_pad divisor_override": "avg_pool1d avg_pool2d avg_pool3d",
     "input end weight": "lerp",
     "input dim dtype": "softmax log_softmax cumsum cumprod logcumsumexp",
     "input n dim prepend append": "diff",
@@ -75,6 +76,8 @@ _PARAMETERS: Mapping[str, str] = {
     "tensors dim": "cat stack",
     "input dim start length": "narrow",
     "input dim start end step": "slice",
+    "input src dim start end step": "slice_scatter",
+    "input src dim index": "select_scatter",
     "input dim index": "select gather index_select",
     "input index": "take",
     "input weight": "embedding conv1d conv2d conv3d",

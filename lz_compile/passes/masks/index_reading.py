@@ -108,8 +108,8 @@ def _is_floating(node: fx.Node) -> bool:
     return tensor is None or tensor.is_floating_point()
 
 
-#: What selects elements, beside layouts. Padding makes new ones.
-SELECTING = frozenset(moves.RULES) - {"pad"}
+#: What selects elements, beside layouts. Padding makes new ones, and what is stored takes the place of others.
+SELECTING = frozenset(moves.RULES) - {"pad", *moves.STORES}
 
 
 def read_window(

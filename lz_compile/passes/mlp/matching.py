@@ -155,11 +155,9 @@ class MlpEmitter(TableEmitter):
 
     @classmethod
     def of(cls, read: Activation, core: Core) -> MlpEmitter:
-        """What was read, over the axes of the gate; the last dimension's are the columns."""
-        form, leaves = read.form, read.leaves
-        dims = leaves["gate"].dims
-        hidden = axes_of(dims[-1:])
-        rows = tuple(axis for axis in axes_of(dims) if axis not in hidden)
+        """What was read, over the axes of the gate."""
+        form, leaves, hidden = read.form, read.leaves, read.hidden
+        rows = tuple(axis for axis in axes_of(leaves["gate"].dims) if axis not in hidden)
         attrs = MlpAttrs(
             activation=form.activation,
             is_gated="up" in leaves,

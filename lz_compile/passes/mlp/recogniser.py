@@ -27,7 +27,7 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.lowering.ops.mlp import ACTIVATIONS, MlpAttrs, Operands, compute
 from lz_compile.passes.formula.algebra import Leaf, Region
-from lz_compile.passes.formula.axes import Dims, axes_of, fresh
+from lz_compile.passes.formula.axes import Axis, Dims, axes_of, fresh
 from lz_compile.passes.formula.pointwise import AT_LEAST, AT_MOST, BENDS, evaluate, is_moved, tensor
 from lz_compile.passes.formula.projections import Supports
 from lz_compile.passes.graph.effects import Effects
@@ -57,11 +57,15 @@ class Form:
 
 @dataclass(frozen=True)
 class Activation:
-    """An activation of ``leaves``, which are of ``region``, by the names of the op's operands; ``output`` has the result."""
+    """An activation of ``leaves``, which are of ``region``, by the names of the op's operands; ``output`` has the result.
+
+    ``hidden`` are the axes of its columns: those of the biases, of the last dimension where there are none.
+    """
 
     region: Region
     form: Form
     leaves: Mapping[str, Leaf]
+    hidden: tuple[Axis, ...]
     output: fx.Node
     output_dims: Dims
 
@@ -84,10 +88,12 @@ def recognise(effects: Effects, supports: Supports, anchor: fx.Node) -> Activati
         raise RefusedError("NO_MLP", "the activation is none that is known", "use silu, gelu or relu")
     symbols = {"gate": form.gate, "up": form.up, "gate_bias": form.gate_bias, "up_bias": form.up_bias}
     leaves = {name: region.leaves[symbol] for name, symbol in symbols.items() if symbol is not None}
-    hidden = set(axes_of(leaves["gate"].dims[-1:]))
-    if any(leaf.axes != hidden for name, leaf in leaves.items() if name.endswith("bias")):
+    gate, biases = leaves["gate"].dims, {leaf.axes for name, leaf in leaves.items() if name.endswith("bias")}
+    columns = next(iter(biases), frozenset(axes_of(gate[-1:])))
+    if len(biases) > 1 or (biases and not set() < columns < {*axes_of(gate)}):
         raise RefusedError("BIAS_NOT_A_ROW", "a bias is not one number per column", "add it to the projection")
-    return Activation(region, form, leaves, anchor, dims)
+    hidden = tuple(axis for axis in axes_of(gate) if axis in columns)
+    return Activation(region, form, leaves, hidden, anchor, dims)
 
 
 @dataclass(frozen=True)

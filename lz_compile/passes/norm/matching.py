@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -17,8 +17,9 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.formula.expressions import is_cast
-from lz_compile.passes.formula.moments import CALLS, Moments, is_statistic, row_of
+from lz_compile.passes.formula.moments import CALLS, Moments, is_statistic
 from lz_compile.passes.formula.normal_form import NormalForm
+from lz_compile.passes.formula.statistics import row_of
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
@@ -54,7 +55,7 @@ class _Stack:
     def is_statistic(self, node: fx.Node) -> bool:
         """Whether a call is a statistic of rows, or a normalisation."""
         call = self.effects.calls[node]
-        if call is None or not is_statistic(self.effects, call):
+        if call is None or not is_statistic(call):
             return False
         source = tensor_of(row_of(call))
         return source is not None and source.is_floating_point() and 0 not in shape_of(source)
@@ -135,6 +136,8 @@ class NormEmitter(TableEmitter):
     output: fx.Node
     output_dims: Dims
     attrs: NormAttrs
+    #: Axes that statistics reduce in the place of hidden ones.
+    ties: Mapping[Axis, Axis]
 
     @classmethod
     def of(cls, read: Normalised, core: Core) -> NormEmitter:
@@ -165,7 +168,8 @@ class NormEmitter(TableEmitter):
         )
         source = Leaf(moments.source, moments.dims)
         rows = tuple(axis for axis in own if axis not in moments.hidden)
-        return cls(region, source, rows, hidden, weight, bias, after_gain, after_shift, output, read.output_dims, attrs)
+        after = after_gain, after_shift, output, read.output_dims
+        return cls(region, source, rows, hidden, weight, bias, *after, attrs, moments.ties)
 
     def edge(self) -> dict[fx.Node, Dims]:
         """The nodes that the replacement reads, with their axes."""
@@ -230,7 +234,7 @@ class NormEmitter(TableEmitter):
             op,
             Site.of(core, self.output_dims, self.region.interior),
             Found(self.attrs, facts, inputs, {"input": self.source.node}, self, source_kernel=own),
-            Trial(pinned=frozenset(self.hidden), magnitudes=magnitudes, masked_rows_count=False),
+            Trial(pinned=frozenset(self.hidden), ties=self.ties, magnitudes=magnitudes, masked_rows_count=False),
         )
 
 

@@ -33,10 +33,10 @@ from lz_compile.passes.formula.moments import (
     ROW,
     STATISTICS,
     Moments,
-    row_of,
 )
 from lz_compile.passes.formula.normal_form import NormalForm, normal_form
 from lz_compile.passes.formula.pointwise import is_pointwise
+from lz_compile.passes.formula.statistics import as_mean, is_of_rows, row_of
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError, NearMiss, RefusedError, refusal_of, told
 from lz_compile.passes.graph.view import Call, is_floating, reached, tensor_of, tensor_operands
@@ -126,11 +126,13 @@ def _is_of_pairs(call: Call | None) -> bool:
 
 
 def _averaged(effects: Effects, node: fx.Node) -> fx.Node | None:
-    """The tensor whose mean ``node`` is."""
+    """The tensor whose mean ``node`` is, or whose sum over a number."""
     call = effects.calls.get(node)
-    while call is not None and (is_cast(call) or layout.rearranges(call) or call.name == "getitem"):
-        call = effects.calls.get(call.input)
-    return call.input if call is not None and call.name in ("mean", "sum", "var_mean", "std_mean") else None
+    while call is not None and (is_cast(call) or layout.rearranges(call) or call.name in ("getitem", "mul", "div")):
+        operands = tensor_operands(call.node) if call.name in ("mul", "div") else [call.input]
+        call = effects.calls.get(operands[0]) if len(operands) == 1 else None
+    is_named = call is not None and (call.name in ("mean", "sum", "var_mean", "std_mean") or as_mean(call) is not None)
+    return row_of(call) if call is not None and (is_named or is_of_rows(call)) else None
 
 
 def results_of(effects: Effects, anchor: fx.Node) -> list[fx.Node]:

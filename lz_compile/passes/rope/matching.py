@@ -13,6 +13,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import product, shape_of
 from lz_compile.lowering.ops.rope import SHAPES, Operands, RopeAttrs, RopeFacts, joined
+from lz_compile.passes.formula import moves
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of
 from lz_compile.passes.formula.expressions import Known, is_cast
@@ -23,6 +24,7 @@ from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.masks.constants import Constants, hold_the_same
+from lz_compile.passes.proof.resize import input_left_out
 from lz_compile.passes.rewriting.builder import Builder, Groups
 from lz_compile.passes.rewriting.core import Core
 from lz_compile.passes.rewriting.match import Driver, Found, Input, Match, Outcome, Site, TableEmitter, Trial
@@ -32,7 +34,7 @@ from lz_compile.passes.rope.given_matrices import turned_alike
 from lz_compile.passes.rope.rotations import Rotation, Table, moving
 
 OP = "rope"
-_LAST = frozenset({"add", "sub", "addcmul", "cat", "stack", "view_as_real", "sum"})
+_LAST = frozenset("add sub addcmul cat stack view_as_real sum".split()) | moves.STORES
 _PRODUCTS = frozenset({"mul", "add", "sub", "addcmul", "rsub", "complex"})
 
 
@@ -44,8 +46,13 @@ def matches(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
         return twins.read((node,), lambda: read(node)) if recogniser.sources(effects, node) else None
 
     def read(node: fx.Node) -> Match | NearMiss | None:
-        found = recogniser.recognise(effects, node, known)
-        return None if found is None else _checked(effects, *found)
+        first = None
+        for found in recogniser.recognise(effects, node, known):
+            result = _checked(effects, *found)
+            if isinstance(result, NearMiss) or input_left_out(result) is None:
+                return first or result if isinstance(result, NearMiss) else result
+            first = first or result  # what is left out of this may be made of another tensor that is turned
+        return first
 
     driver = Driver(OP)
     yield from driver.walk(reversed(graph.nodes), lambda node: _may_be_last(effects, node), once)

@@ -8,6 +8,7 @@ What that is to a kernel is asked of what was found (:mod:`matching`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import fx
@@ -111,8 +112,11 @@ def _narrower(effects: Effects, node: fx.Node) -> fx.Node:
             found = inner
 
 
-def recognise(effects: Effects, output: fx.Node, known: Values) -> tuple[Rotation, Core] | None:
-    """The rotation that ends in ``output``, and its nodes; ``known`` gives the values of constants."""
+def recognise(effects: Effects, output: fx.Node, known: Values) -> Iterator[tuple[Rotation, Core]]:
+    """The rotation that ends in ``output``, and its nodes, by each tensor that it may be one of.
+
+    ``known`` gives the values of constants.
+    """
     for source in sources(effects, output):
         try:
             core = find_core(effects, source, output, is_operand=True)
@@ -125,5 +129,4 @@ def recognise(effects: Effects, output: fx.Node, known: Values) -> tuple[Rotatio
             check(rotation)
         except (RefusedError, MutatedError, LayoutError):
             continue
-        return rotation, replace(core, nodes=nodes)
-    return None
+        yield rotation, replace(core, nodes=nodes)

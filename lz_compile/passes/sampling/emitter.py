@@ -241,13 +241,17 @@ def _as_spelled(found: Excerpt) -> Subgraph:
     return Subgraph(inputs=dict.fromkeys((*found.inputs, *others), ()), nodes=tuple(nodes), outputs=found.outputs)
 
 
-def check_repeatable(found: Excerpt, *, wants_grad: bool) -> None:
-    """Refuse what cannot be run again as it is spelled.
+def check_repeatable(found: Excerpt, *, wants_grad: bool, is_differentiated: bool) -> None:
+    """Refuse what cannot be run again as it is spelled: whatever has a gradient, also where nobody differentiates it.
 
     Raises:
         RefusedError: it cannot.
     """
-    why = "gradients flow through what is kept" if wants_grad else None
+    why, edit = None, "compare with the k-th largest score, or sort with stable=True"
+    if wants_grad:
+        why = "gradients flow through what is kept"
+    if wants_grad and not is_differentiated:
+        why, edit = "its scores have a gradient, which nothing asks for", "draw under torch.no_grad()"
     try:
         verbatim(found)
     except ValueError as error:
@@ -256,7 +260,7 @@ def check_repeatable(found: Excerpt, *, wants_grad: bool) -> None:
         raise RefusedError(
             "TIES_UNSPECIFIED",
             f"which of several equal scores are kept is up to a sort, which is not asked again: {why}",
-            "compare with the k-th largest score, or sort with stable=True",
+            edit,
         )
 
 

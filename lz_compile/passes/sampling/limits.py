@@ -199,6 +199,7 @@ def _counts(found: Excerpt, vocab: int) -> Iterator[Limit]:
 def _shares(found: Excerpt) -> Iterator[Limit]:
     numbers = {abs(x) for x in found.numbers if math.isfinite(x)}
     numbers |= {math.exp(x) for x in found.numbers if -50 < x < 0}
+    numbers |= {math.exp(-x) for x in found.numbers if 1 < x < 50 and x != int(x)}  # a logarithm that is subtracted
     for share in sorted({each for x in numbers for each in (x, 1 - x) if 0 < each < 1}):
         yield Limit(share)
     for leaf in found.leaves:

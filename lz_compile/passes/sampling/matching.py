@@ -20,6 +20,7 @@ from lz_compile.lowering.ops.sampling import Operands, SamplingAttrs, SamplingFa
 from lz_compile.lowering.token_bits import WORD, word_count
 from lz_compile.passes.formula.axes import Axis, Dims
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.gradients import differentiated
 from lz_compile.passes.graph.own_calls import arguments_of
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, told
 from lz_compile.passes.graph.view import reached
@@ -168,7 +169,9 @@ class _Matcher:
         core = self._core(found, chain.exit)
         match = SamplingEmitter.of(processors, chain.limits, found, output).match(OP, core)
         if chain.limits.is_any:
-            check_repeatable(found, wants_grad=match.found.facts.needs_grad)
+            wants_grad = match.found.facts.needs_grad
+            is_used = wants_grad and core.output in differentiated(core.output.graph, self.effects)
+            check_repeatable(found, wants_grad=wants_grad, is_differentiated=is_used)
         return match
 
     @staticmethod

@@ -31,7 +31,7 @@ from lz_compile.passes.proof.running import Subgraph
 # ---- masks -----------------------------------------------------------------------------------------------------------
 
 
-_MOVES = (moves.RULES.keys() - {"pad", "embedding", "as_strided"}) | SPLITS | CASTS
+_MOVES = (moves.RULES.keys() - {"pad", "embedding", "as_strided", *moves.STORES}) | SPLITS | CASTS
 
 
 def is_indicator(node: fx.Node) -> bool:

@@ -17,7 +17,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.editing.edit import MayEdit, anywhere
-from lz_compile.passes.formula.layout import single_cut
+from lz_compile.passes.formula.layout import index_of, single_cut
 from lz_compile.passes.formula.moves import order_in_memory
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter
@@ -65,7 +65,7 @@ def _joined(new: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
         value = _join(parts, order, tensor, emit)
     value.meta["example_value"] = tensor  # who shares memory with it does so still
     gone = {part.write for part in parts}
-    gone |= {node.args[0] for node in gone if node.target == "copy_" and isinstance(node.args[0], fx.Node)}
+    gone |= {view for node in gone for view in _views(node.args[0], new)}
     for user in [user for user in new.users if user not in gone]:
         user.replace_input_with(new, value)
     for node in (*sorted(gone, key=effects.position.__getitem__, reverse=True), new):
@@ -84,8 +84,10 @@ def _parts(new: fx.Node, tensor: torch.Tensor, effects: Effects) -> list[_Part] 
         return None
     written = written[: len(found)]
     last = written[-1][0]
-    own = {node for write, target in written for node in (write, target)}
+    own = {node for write, target in written for node in (write, *_views(target, new))}
     if any(user not in own and effects.position[user] < effects.position[last] for user in new.users):
+        return None
+    if any(user not in own for node in own - {new} for user in node.users):  # parts that others hold
         return None
     ambients: set[Ambient] = {effects.ambient(write) for write, _ in written}
     if len(ambients) > 1 or effects.ambient(last).is_transformed or effects.ambient(last).autocast:
@@ -100,15 +102,27 @@ def _part(write: fx.Node, target: fx.Node, new: fx.Node, tensor: torch.Tensor) -
     """A store, or a copy into a view that nobody else looks at."""
     if write.target is operator.setitem and write.args[0] is new:
         index, value = write.args[1:]
-    elif write.target == "copy_" and target.target is operator.getitem and target.args[0] is new:
-        if len(target.users) > 1 or write.users or len(write.args) != 2:
+    elif write.target == "copy_" and len(write.args) == 2:
+        call = read(target)
+        cut = None if call is None else index_of(call)
+        if cut is None or cut[0] is not new or len(target.users) > 1 or write.users:
             return None
-        index, value = target.args[1], write.args[1]
+        index, value = cut[1], write.args[1]
     else:
         return None
     found = single_cut(index, tensor) if isinstance(value, fx.Node) else None
     part = None if found is None else _Part(write, value, *found)
     return part if part is not None and _fits(part, tensor) else None
+
+
+def _views(target: Any, new: fx.Node) -> list[fx.Node]:
+    """What stands between a new tensor and a view of a part: that view, and the call that gives it with others."""
+    found = []
+    while target is not new and isinstance(target, fx.Node):
+        found.append(target)
+        call = read(target)
+        target = None if call is None else call.input
+    return found
 
 
 def _fits(part: _Part, tensor: torch.Tensor) -> bool:

@@ -1,0 +1,70 @@
+"""An ``einsum`` that sums no products, as the products or sums that it is.
+
+``einsum("bsd,bs->bsd", x, scale)`` is ``x * scale.unsqueeze(-1)``, ``einsum("...d->...", x)`` is ``x.sum(-1)``: PyTorch
+computes the same, and whoever reads arithmetic reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from lz_compile.ground.sizes import shape_of, strides_of
+from lz_compile.passes.editing.edit import MayEdit, anywhere
+from lz_compile.passes.formula.layout import Notation, notation
+from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.emitter import Emitter
+from lz_compile.passes.graph.view import known_tensor, read
+
+
+def spell_out_notation(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
+    """Spell such calls out, in place, where they may be edited; how many there were."""
+    nodes = [call.node for node in graph.nodes if (call := read(node)) is not None and call.name == "einsum"]
+    effects = Effects(graph) if nodes else None
+    return sum(_spelled(node, effects, may_edit) for node in nodes if effects is not None)
+
+
+def _sums_no_products(said: Notation) -> bool:
+    """Whether it is one tensor that is summed, or two that are multiplied; neither is read along a diagonal."""
+    is_plain = all(len(set(names)) == len(names) for names in said.labels)
+    sums = {label for names in said.labels for label in names} - {*said.result}
+    return is_plain and (len(said.operands) == 1 or (len(said.operands) == 2 and not sums))
+
+
+def _spelled(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
+    """Whether a call is spelled out: not where autocast would cast the one and not the other."""
+    call, ambient, old, before = read(node), effects.ambient(node), known_tensor(node), node.prev
+    said = None if call is None else notation(call)
+    if said is None or not _sums_no_products(said) or ambient.is_transformed or ambient.autocast:
+        return False
+    emit = Emitter(node.graph, old.fake_mode, ambient, node)  # type: ignore[attr-defined]
+    summed = [label for label in said.labels[0] if label not in said.result]
+    order = [*said.result, *summed]
+    with node.graph.inserting_before(node):
+        values = [_placed(*each, order, emit) for each in zip(said.operands, said.labels, strict=True)]
+        value = values[0] if len(values) == 1 else emit.call(torch.mul, *values)
+        value = emit.call("sum", value, list(range(len(said.result), len(order)))) if summed else value
+    new = known_tensor(value)
+    is_alike = (new.dtype, shape_of(new), strides_of(new)) == (old.dtype, shape_of(old), strides_of(old))
+    if value in said.operands or not is_alike or not may_edit(node):
+        while node.prev is not before:
+            node.graph.erase_node(node.prev)
+        return False
+    value.meta = {**node.meta, **value.meta}
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
+    return True
+
+
+def _placed(operand: fx.Node, names: Sequence[str], order: Sequence[str], emit: Emitter) -> fx.Node:
+    """A tensor with its dimensions in an order, and one of one element for each further one behind its first."""
+    own = [label for label in order if label in names]
+    if own != list(names):
+        operand = emit.call("permute", operand, [names.index(label) for label in own])
+    first = order.index(own[0]) if own else len(order)
+    for place in range(first, len(order)):
+        if order[place] not in names:
+            operand = emit.call("unsqueeze", operand, place - first)
+    return operand
