@@ -119,3 +119,20 @@ def test_a_band_is_read_as_numbers(band: Band, queries: int, keys: int) -> None:
     torch.testing.assert_close(graph(*given), wanted, rtol=1e-5, atol=1e-6)
     lengths = torch.compile(over_numbers(attrs), dynamic=True)(*given)
     torch.testing.assert_close(lengths, wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("rows", ["nan", "zero"])
+def test_a_query_of_nan_whose_probabilities_are_zeros_leaves_the_gradients_of_values_alone(rows: Any) -> None:
+    generator = torch.Generator().manual_seed(2)
+    given = [torch.randn(2, 3, 9, 4, generator=generator) for _ in range(3)]
+    given[0][:, :, 2] = math.nan
+    mask = torch.ones(1, 1, 9, 9, dtype=torch.bool).tril()
+    mask[..., 4, :] = rows == "nan"
+    attrs = AttentionAttrs(has_mask=True, masked_rows=rows, zeroes_nan=True)
+    results = []
+    for attention in (blocked.attention, reference):
+        query, key, value = (each.clone().requires_grad_() for each in given)
+        found = attention(Operands(query, key, value, mask=mask), attrs)
+        results.append((found, *torch.autograd.grad(found.square().sum(), (query, key, value))))
+    assert results[1][3].isfinite().all()
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5, equal_nan=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from backends import Rewriting
 from canonical import without_places
 from graphs import capture, effects_of, output_of
 from mask_oracle import SIZES, asked, check, told
@@ -254,3 +257,41 @@ def test_a_value_that_is_overwritten_is_what_its_reader_finds() -> None:
 def test_values_that_make_no_pattern_are_none(value: Tensor) -> None:
     places = [variable(Variable(f"i{dim}", ZERO, number(value.shape[dim] - 1), 1)) for dim in range(value.dim())]
     assert constant_patterns.read(value, places) is None
+
+
+def _written(dropped: bool | float) -> Tensor:
+    """A mask that keeps the first four keys, and of the fourth query none."""
+    made = torch.zeros(11, 11, dtype=torch.bool if dropped is True else None)
+    made[:, 4:] = dropped
+    made[3] = dropped
+    return made
+
+
+def _in_windows(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Each query and the three before it, of which those before the first do not count."""
+    keys, values = (F.pad(each, (0, 0, 3, 0)).unfold(2, 4, 1) for each in (key, value))
+    dropped = torch.zeros(query.shape[2], 4, dtype=torch.bool)
+    for place in range(3):
+        dropped[place, : 3 - place] = True
+    scores = torch.einsum("bhld,bhldw->bhlw", query, keys).masked_fill(dropped, -1e9)
+    return torch.einsum("bhlw,bhldw->bhld", scores.softmax(-1), values)
+
+
+WRITTEN: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "filled": lambda q, k, v: (q @ k.mT).masked_fill(_written(True), -1e9).softmax(-1) @ v,
+    "added": lambda q, k, v: (q @ k.mT + _written(-1e9)).softmax(-1) @ v,
+    "zeros": lambda q, k, v: (q @ k.mT).masked_fill(_written(True), -math.inf).softmax(-1).nan_to_num() @ v,
+    "windows": _in_windows,
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_a_mask_that_is_written_in_place_is_what_is_written(name: str) -> None:
+    """What was made before that drops nothing: no row would be without a key, and a window would show all of its places."""
+    inputs = [torch.randn(2, 3, 11, 4, dtype=torch.float64).requires_grad_() for _ in range(3)]
+    backend, results = Rewriting(lock={"attention": "lz.blocked"}), []
+    for each in (torch.compile(WRITTEN[name], backend=backend, fullgraph=True), WRITTEN[name]):
+        found = each(*inputs)
+        results.append((found, *torch.autograd.grad(found.square().sum(), inputs)))
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    torch.testing.assert_close(*results, rtol=1e-8, atol=1e-9)

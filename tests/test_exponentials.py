@@ -145,3 +145,14 @@ def test_a_gate_by_a_power_of_two_is_read() -> None:
     backend = _compared(mlp, _inputs((5, 8), (8, 12), (8, 12), (12, 8)))
     (match,) = backend.report.matches
     assert (match.op, match.rewritten) == ("mlp", True), backend.why_not()
+
+
+def test_a_sum_in_an_exponent_divides_nothing() -> None:
+    """As distances are spelled, with the squares of a row beside its products."""
+
+    def by_distance(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        weights = torch.exp(query @ key.mT - query.square().sum(-1, keepdim=True) / 2)
+        return (weights @ value) / weights.sum(-1, keepdim=True)
+
+    backend = _compared(by_distance, _inputs((2, 3, 9, 4), (2, 3, 11, 4), (2, 3, 11, 5)))
+    assert [match.op for match in backend.report.matches if match.rewritten] == ["attention"], backend.why_not()

@@ -324,12 +324,16 @@ def _whole(region: Region, total: sympy.Symbol) -> sympy.Expr:
 def _sums(region: Region, expression: sympy.Expr, keys: tuple[Axis, ...]) -> list[sympy.Symbol]:
     """The leaves that are sums (or logarithms of sums of exponentials) over axes that include the keys.
 
-    Of several ones, those of exponentials: a sink may be a sum of products.
+    Of several ones, those of exponentials: a sink may be a sum of products. What stands in exponents only divides
+    nothing, as the squares of a row in random features of a softmax.
     """
     own = set(atoms(keys))
     names = {symbol: region.effects.name(leaf.node) for symbol, leaf in region.leaves_in(expression).items()}
+    outside = expression.replace(sympy.exp, lambda _: sympy.S.One).free_symbols
     found = [
-        each for each, name in names.items() if name in ("sum", "logsumexp") and not own & region.leaves[each].axes
+        each
+        for each, name in names.items()
+        if (name == "logsumexp" or (name == "sum" and each in outside)) and not own & region.leaves[each].axes
     ]
     if len(found) <= 1:
         return found

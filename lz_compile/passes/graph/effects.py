@@ -261,6 +261,15 @@ class Effects:
         """Whether anything in the graph overwrites memory of ``node`` after it was made."""
         return bool(self._between(node, self.position[node], len(self.position)))
 
+    def first_user(self, node: fx.Node) -> fx.Node | None:
+        """The first node that uses one that is overwritten, where all of that has happened by then."""
+        users = [user for user in node.users if not self.writes(user, node)]
+        first = min(users, key=self.position.__getitem__, default=None)
+        if first is None:
+            return None
+        last = [*self.position][-1]
+        return None if self.overwritten_after(node, first, last) is not None else first
+
     def reshaped_after_read(self, nodes: Collection[fx.Node], output: fx.Node) -> tuple[fx.Node, fx.Node] | None:
         """One of ``nodes`` and the call that changes its shape in place after another one read it (or, of ``output``, ever).
 

@@ -224,8 +224,11 @@ def seen_in_window(
         reader.give(((query,), (key,)))
         if any(axis not in (query, key) for dim in dims for axis in dim):
             return None
+        user = effects.first_user(node) if effects.is_overwritten(node) else None
+        if effects.reshapes or (user is None and effects.is_overwritten(node)):
+            return None
         shift = reader.place((query,)) + reader.place((key,)) + number(window.start)
-        value = reader.read(node, dims)
+        value = reader.read(node, dims, user)
         if isinstance(value, Piecewise):
             return None
         for part in conjuncts(value if keeps else negation(value)):

@@ -142,8 +142,13 @@ class Masks:
         return known.buffers if holds_both and bool((known.value == ones).all()) else None
 
     def values(self, node: fx.Node) -> torch.Tensor | None:
-        """What a mask holds where that depends on constants only."""
-        found = self.constants.value(node)
+        """What a mask holds where that depends on constants only, as those find it who use it."""
+        user = None
+        if self.effects.is_overwritten(node):
+            user = self.effects.first_user(node)
+            if user is None:
+                return None
+        found = self.constants.value(node, user)
         return None if isinstance(found, Reason) or found.buffers else found.value
 
 
@@ -191,22 +196,13 @@ class _Reading:
         if self.effects.reshapes:
             return Reason("MASK_OVERWRITTEN", f"{self.effects.reshapes[0].node.name} changes a shape in place")
         if self.effects.is_overwritten(node):
-            user = self._first_user(node)
+            user = self.effects.first_user(node)
             if user is None:
                 return Reason("MASK_OVERWRITTEN", f"{told(node)} is overwritten in place after it is used")
         found = self._of(node, self.reader.read(node, dims, user), keeps=keeps)
         if isinstance(found, Meaning) and found.is_exact:
             return found
         return self._by_values(node, dims, user, found, keeps=keeps)
-
-    def _first_user(self, node: fx.Node) -> fx.Node | None:
-        """The first node that uses one that is overwritten, where all of that has happened by then."""
-        users = [user for user in node.users if not self.effects.writes(user, node)]
-        first = min(users, key=self.effects.position.__getitem__, default=None)
-        if first is None:
-            return None
-        last = [*self.effects.position][-1]
-        return None if self.effects.overwritten_after(node, first, last) is not None else first
 
     def _by_values(
         self, node: fx.Node, dims: Dims, user: fx.Node | None, read: Meaning | Reason, *, keeps: bool

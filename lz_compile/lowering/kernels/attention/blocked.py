@@ -199,9 +199,12 @@ def _attend(whole: _Block, span: _Span, mean: torch.Tensor | None, attrs: Attent
         total = total + torch.exp(sinks.to(scores.dtype) - largest)
     if attrs.masked_rows == "zero":
         total = torch.where(total == 0, 1.0, total)
+    if attrs.zeroes_nan:  # ahead of the product: NaN times a gradient of zero would be one of all values
+        is_defined = total > 0
+        with recomputed(whole.query):
+            weights = torch.where(is_defined, weights, 0.0)
+        total = torch.where(is_defined, total, 1.0)
     out = _weighted(weights, total, block, attrs)
-    if attrs.zeroes_nan:
-        out = torch.where(total > 0, out, 0.0)
     if mean is not None and (first, last) != (0, whole.extents[3]):
         out = torch.where(largest <= _lowest(attrs), mean, out)
     return out.to(block.value.dtype)
