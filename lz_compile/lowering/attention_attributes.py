@@ -116,3 +116,5 @@ class AttentionFacts:
     bias_needs_grad: bool = False
     #: Whether a bias is handed over in a wider dtype than the operands, to which the source does not round it.
     bias_is_wide: bool = False
+    #: How many copies of keys and values the source makes for the heads that share them.
+    copies: int = 1

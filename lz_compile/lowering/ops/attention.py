@@ -135,7 +135,8 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
     batch, queries, keys, width, value_width = (sizes[each] for each in ("B", "Sq", "Sk", "D", "E"))
     lengths = (batch, heads, kv_heads, queries, keys, width, value_width)
     wants = x.wants_gradient(), x.wants_gradient("bias")
-    return attrs, AttentionFacts(*lengths, x.query.dtype, x.query.device.type, *wants)
+    copies = {"copies": heads // kv_heads} if isinstance(heads, int) and isinstance(kv_heads, int) else {}
+    return attrs, AttentionFacts(*lengths, x.query.dtype, x.query.device.type, *wants, **copies)
 
 
 def fake(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
@@ -351,5 +352,5 @@ def sample(asked: Asked) -> Sample:
         score_dtype=dtype,
     )
     sizes = (batch, heads, kv_heads, queries, keys, head_dim, value_dim)
-    facts = AttentionFacts(*sizes, dtype, asked.device.type, asked.is_training)
+    facts = AttentionFacts(*sizes, dtype, asked.device.type, asked.is_training, copies=heads // kv_heads)
     return Sample(tuple(inputs), attrs, facts)

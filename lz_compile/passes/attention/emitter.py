@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
@@ -18,7 +19,7 @@ from lz_compile.passes.attention.operand import Operand
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of
 from lz_compile.passes.formula.expressions import indicators
-from lz_compile.passes.graph.view import known_tensor, tensor_of
+from lz_compile.passes.graph.view import known_tensor, read, tensor_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.meaning import Documents, Implied, Slopes, near
 from lz_compile.passes.rewriting.builder import Builder
@@ -89,6 +90,7 @@ class AttentionEmitter(TableEmitter):
     distance: sympy.Expr = sympy.S.Zero
     value_gain: sympy.Expr = sympy.S.One
     may_vanish: bool = False
+    product: fx.Node | None = None
     mask_label: str = ""
     mask_reasons: tuple[Reason, ...] = ()
 
@@ -345,8 +347,17 @@ class AttentionEmitter(TableEmitter):
         return AttentionFacts(
             batch, heads, kv_heads, *self.lengths(), width, value_width, self.dtype,
             known_tensor(self.output).device.type, core.wants_grad(self.edge()), core.wants_grad(bias),
-            self._adds_wider(),
+            self._adds_wider(), self._copies(batch, kv_heads),
         )  # fmt: skip
+
+    def _copies(self, batch: Size, kv_heads: Size) -> int:
+        """How many of its keys the source's product reads: each matrix of a batch has its own."""
+        call = None if self.product is None else read(self.product)
+        if call is None or call.name not in ("matmul", "bmm", "baddbmm"):  # by index notation keys stay as they are
+            return 1
+        made = math.prod(known_tensor(call.node).shape[:-2])
+        is_known = isinstance(made, int) and isinstance(batch, int) and isinstance(kv_heads, int)
+        return max(1, made // (batch * kv_heads)) if is_known else 1
 
     def _adds_wider(self) -> bool:
         """Whether what is added to scores is wider than the operands, as the scores are."""

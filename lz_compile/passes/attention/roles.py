@@ -81,7 +81,7 @@ def assign_roles(read: Weighing) -> AttentionEmitter:
         region, roles, query, key, values, query_gain, key_gain, keep, bias, output_gain, found.sinks, output,
         read.output_dims, dtype, attrs, passed, floor, inner.fill or sympy.S.Zero,
         found.rounds_masked_rows or (found.is_exponential and inner.shift == 0), distance=inner.distance,
-        value_gain=read.value_gain, may_vanish=may_vanish,
+        value_gain=read.value_gain, may_vanish=may_vanish, product=inner.leaf.node,
     )  # fmt: skip
 
 

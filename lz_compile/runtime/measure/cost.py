@@ -89,7 +89,8 @@ class Rates:
 def parts(kernel_id: str, context: SelectionContext, sizes: Mapping[str, int]) -> Mapping[str, float] | None:
     """What a kernel's work takes, in µs by kind, here or (for another CPU) on a usual one; None where nothing says it."""
     stated = _stated(context.op) if context.device_type == "cpu" else None
-    work = None if stated is None else stated(kernel_id, context.dtype, frozenset(context.features), sizes)
+    given = {**sizes, "copies": context.copies}
+    work = None if stated is None else stated(kernel_id, context.dtype, frozenset(context.features), given)
     if work is None:
         return None
     if _is_impersonal.get():

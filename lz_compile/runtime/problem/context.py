@@ -83,7 +83,8 @@ class SelectionContext(Record):
     ``operation`` is an op with its variant (``attention.causal``); ``features`` names what a kernel must support and what
     asks for it; ``layout`` is that of the operands, ``attn_mask_type`` one of ``none``, ``bool`` and ``float``.
     ``memory_headroom_bytes`` is what a kernel may use beside its operands and result (None: whatever it likes). ``fusable``
-    are the ops directly before this one, which a kernel may compute along.
+    are the ops directly before this one, which a kernel may compute along. ``copies`` is how many a source makes of what
+    heads share, which leaving it alone pays for.
     """
 
     operation: str
@@ -101,6 +102,7 @@ class SelectionContext(Record):
     is_cuda_graph_capturing: bool = False
     memory_headroom_bytes: int | None = None
     fusable: tuple[str, ...] = ()
+    copies: int = 1
 
     @property
     def op(self) -> str:
@@ -132,6 +134,7 @@ class SelectionContext(Record):
         dims, features = (dict(sorted(each.items())) for each in (self.dims, self.features))
         told = {**super().to_dict(), "dtype": self.dtype_name, "dims": plain(dims), "features": features}
         rare = {"fusable": self.fusable, "requires_batch_invariant": self.requires_batch_invariant}
+        rare |= {"copies": self.copies > 1}
         return {name: value for name, value in told.items() if rare.get(name, True)}
 
 
@@ -203,6 +206,7 @@ def of_facts(
         has_custom_scale=_has_custom_scale(attributes, dims),
         is_training=bool(getattr(facts, "needs_grad", False)),
         requires_deterministic=deterministic or torch.are_deterministic_algorithms_enabled(),
+        copies=getattr(facts, "copies", 1),
     )
 
 

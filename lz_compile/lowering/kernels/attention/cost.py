@@ -28,6 +28,8 @@ _FUSED_CALLS = 8
 #: What PyTorch's kernel takes for one query where the heads of a token lie next to each other, as projections leave them.
 _INTERLEAVED = 1.25
 
+#: Of keys that a mask may hide from a few queries, those that it shows: a cache fills from nothing on, which no size tells.
+_SHOWN = 0.5
 #: What a band and a boolean mask take of a softmax in Inductor's C++, and each where a kernel makes numbers of it first.
 _BAND, _BOOLEANS = 1.8, 4.0
 _BAND_NUMBERS, _NUMBERS = 0.3, 0.6
@@ -46,6 +48,7 @@ class _Shape:
     dims: int
     bytes_each: int
     features: frozenset[str]
+    copies: int = 1
 
     @property
     def scores(self) -> float:
@@ -78,6 +81,12 @@ class _Shape:
         return float(self.held * self.groups**0.65)
 
     @property
+    def copied(self) -> dict[Kind, float]:
+        """What copies of keys and values take, written and read by the product: as the source makes them."""
+        each = self.held / 2 * self.copies
+        return {"row": 4 * each * self.bytes_each / 4, **fresh(each * self.bytes_each, times=2)}
+
+    @property
     def is_half(self) -> bool:
         return self.bytes_each == 2
 
@@ -108,7 +117,10 @@ def _written_out(x: _Shape) -> Work:
     """Two products, a softmax, and scores in memory: twice, or once more in float32 where they are narrower."""
     points = x.scores * (1.2 + x.conditions(_BAND, _BOOLEANS, 0.3, _TANH))
     if x.queries <= _FEW:
-        return _work(x, {"row": (1.3 if x.is_half else 1.0) * x.looked_at, "pointwise": points, "call": 2})
+        # A product with one row is no call: it reads keys where they lie, again for each head that shares them.
+        is_called = x.copies > 1 and x.queries * x.groups > x.copies
+        reads: dict[Kind, float] = {"row": (1.3 if x.is_half else 1.0) * x.held * x.copies**0.65}
+        return _work(x, {**(x.copied if is_called else reads), "pointwise": points, "call": 2})
     times = 3 if x.is_training else 1
     memory = fresh(*(x.scores * each for each in x.buffers * (2 if x.is_training else 1)))
     return _work(x, {"product": times * x.flops, "pointwise": times * points, **memory, "call": 4 * times})
@@ -126,11 +138,14 @@ def _fused(x: _Shape) -> Work:
 
 
 def _fused_by_inductor(x: _Shape) -> Work:
-    """The same, of keys and values that are repeated before for the heads that share them."""
+    """The same, of keys and values that are copied before for the heads that share them."""
     found = _fused(x)
-    repeated = 2 * x.held * x.groups * x.bytes_each / 4
-    whole = found.amounts.get("row", 0.0) + repeated
-    return found if x.groups == 1 else Work({**found.amounts, "row": whole}, found.size)
+    if x.copies == 1:
+        return found
+    amounts = dict(found.amounts)
+    for kind, amount in x.copied.items():
+        amounts[kind] = amounts.get(kind, 0.0) + amount
+    return Work(amounts, found.size)
 
 
 def _tiled(x: _Shape) -> Work:
@@ -171,7 +186,8 @@ def _blocked(x: _Shape) -> Work:
 def _decoded(x: _Shape) -> Work:
     """C++ that reads each key once for all rows that see it; what is done for each further one was read off a Xeon."""
     rows = x.groups * x.queries
-    read = (1.1 if x.is_half else 0.85) * x.held * (1 + 0.09 * (rows - 1))
+    shown = _SHOWN if x.features & {"bool_mask", "float_mask"} else 1.0
+    read = shown * (1.2 if x.is_half else 1.0) * x.held * (1 + 0.09 * (rows - 1))
     points = x.scores * (0.6 + x.conditions(0.1, 0.3, 0.3, _CAPPED_TILE))
     return _work(x, {"row": read, "pointwise": points, "call": 10})
 
@@ -212,5 +228,6 @@ def work(kernel_id: str, dtype: torch.dtype, features: frozenset[str], sizes: Ma
         dims=sizes["head_dim"] + sizes["value_dim"],
         bytes_each=dtype.itemsize,
         features=features,
+        copies=sizes.get("copies", 1),
     )
     return found(shape)
