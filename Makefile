@@ -72,6 +72,7 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.recurrent_models
 	$(PY) -m benchmarks.rolled_loops
 	$(PY) -m benchmarks.short_loops
+	$(PY) -m benchmarks.decoding
 	$(PY) -m benchmarks.rolled_libraries
 	$(PY) -m benchmarks.blend
 	$(PY) -m benchmarks.routing

@@ -35,6 +35,7 @@ TITLES = {
     "scan": "KDA loop of 64 steps",
     "short_loops": "loops of 16 and 32 steps",
     "recurrent_models": "recurrent models of transformers",
+    "decoding": "attention of a decoding step",
     "decoding_steps": "decoding steps in user code",
     "sampling": "lz.sample over torch.multinomial",
     "paged_attention": "decoding over caches in blocks",

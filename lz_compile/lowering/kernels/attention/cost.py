@@ -189,7 +189,7 @@ def _decoded(x: _Shape) -> Work:
     shown = _SHOWN if x.features & {"bool_mask", "float_mask"} else 1.0
     read = shown * (1.2 if x.is_half else 1.0) * x.held * (1 + 0.09 * (rows - 1))
     points = x.scores * (0.6 + x.conditions(0.1, 0.3, 0.3, _CAPPED_TILE))
-    return _work(x, {"row": read, "pointwise": points, "call": 10})
+    return _work(x, {"row": read, "pointwise": points, "call": 16})
 
 
 def _work(x: _Shape, amounts: Mapping[Kind, float], rows: int | None = None) -> Work:
