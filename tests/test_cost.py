@@ -96,12 +96,22 @@ def test_scores_of_64_mebibytes_are_new_memory_at_every_call_and_those_of_32_may
 
 
 def test_keys_that_heads_share_are_repeated_where_inductor_fuses_and_read_where_they_are_by_kernels() -> None:
-    alone, shared = sizes(1, 2048), sizes(1, 2048, num_kv_heads=2)
+    alone, shared = sizes(1, 2048), sizes(1, 2048, num_kv_heads=2, copies=4)
     assert latency("inductor torch.sdpa", frozenset(), alone) == latency("torch.sdpa", frozenset(), alone)
     assert latency("inductor torch.sdpa", frozenset({"gqa"}), shared) > 1.5 * latency(
         "torch.sdpa", frozenset({"gqa"}), shared
     )
     assert all(latency(kernel, frozenset({"gqa"}), shared) < latency(kernel, frozenset(), alone) for kernel in KERNELS)
+
+
+def test_copies_of_many_keys_are_new_memory_unless_a_product_of_one_row_reads_the_keys_themselves() -> None:
+    one, four = (sizes(queries, 1 << 17, num_kv_heads=2, copies=4) for queries in (1, 4))
+    found = [
+        work(kernel, torch.float32, frozenset({"gqa"}), each)
+        for kernel, each in (("inductor torch.sdpa", one), ("inductor", one), ("inductor", four), ("torch.sdpa", one))
+    ]
+    copied = 2 * 8 * 64 * (1 << 17) * 4
+    assert [None if each is None else each.amounts.get("fresh", 0.0) for each in found] == [copied, 0.0, copied, 0.0]
 
 
 @pytest.mark.parametrize("feature", ["documents", "sliding_window", "alibi"])
