@@ -346,6 +346,37 @@ def test_inductor_is_asked_what_it_makes_of_an_attention(
     )
 
 
+def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return by_torch(q, k.repeat_interleave(4, 1), v.repeat_interleave(4, 1))
+
+
+def broadcast(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return by_torch(q.unflatten(1, (2, 4)), k[:, :, None], v[:, :, None]).flatten(1, 2)
+
+
+def as_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    rows = q.unflatten(1, (2, 4)).flatten(2, 3)
+    return by_torch(rows, k, v).unflatten(2, (4, -1)).flatten(1, 2)
+
+
+def indexed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    scores = torch.einsum("bhgqd,bhkd->bhgqk", q.unflatten(1, (2, 4)) / math.sqrt(q.shape[-1]), k)
+    return torch.einsum("bhgqk,bhkd->bhgqd", scores.softmax(-1), v).flatten(1, 2)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+@pytest.mark.parametrize(("source", "copies"), [(repeated, 4), (broadcast, 4), (as_rows, 1), (indexed, 1)])
+def test_a_source_that_repeats_keys_for_the_heads_that_share_them_copies_them(
+    source: Callable[..., Tensor], copies: int, queries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[int] = []
+    monkeypatch.setattr("lz_compile.compile.choices.left_as", lambda match: found.append(match.found.facts.copies))
+    q, (k, v) = torch.randn(2, 8, queries, 16), torch.randn(2, 2, 2, 24, 16)
+    actual = torch.compile(source, backend=Rewriting(), dynamic=False)(q, k, v)
+    torch.testing.assert_close(actual, source(q, k, v))
+    assert found == [copies]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_with_gradients_inductor_sees_both_passes(dtype: torch.dtype) -> None:
     """In 16 bits its patterns know the forward of this, and not the two together (2.13)."""
