@@ -364,8 +364,27 @@ def indexed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhgqk,bhkd->bhgqd", scores.softmax(-1), v).flatten(1, 2)
 
 
+def called(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (each[:, :, None].expand(-1, -1, 4, -1, -1).reshape(2, 8, 24, 16) for each in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def called_with_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (each[:, :1].expand(-1, 8, -1, -1) for each in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v)
+
+
+def called_with_groups(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+SOURCES = [
+    (repeated, 4), (broadcast, 4), (as_rows, 1), (indexed, 1), (called, 4), (called_with_one, 8), (called_with_groups, 1)
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("queries", [1, 3])
-@pytest.mark.parametrize(("source", "copies"), [(repeated, 4), (broadcast, 4), (as_rows, 1), (indexed, 1)])
+@pytest.mark.parametrize(("source", "copies"), SOURCES)
 def test_a_source_that_repeats_keys_for_the_heads_that_share_them_copies_them(
     source: Callable[..., Tensor], copies: int, queries: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

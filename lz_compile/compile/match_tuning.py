@@ -62,7 +62,7 @@ def open_question(decision: Decision, problem: Problem, times: int, left_s: floa
         times: how often it is in the graph.
         left_s: for measuring.
     """
-    same = {DISPATCH, problem.source_kernel, problem.left_as}  # as leaving it alone, which is there as well
+    same = {DISPATCH, problem.alone}  # as leaving it alone, which is there as well
     best = [each for each in decision.candidates if not each.against and each.kernel.kernel_id not in same]
     best = [*best[:1], *sorted(best[1:], key=lambda each: each.estimate.least)[:1]]
     parts = [each.estimate.parts_us for each in best if each.estimate.parts_us is not None]

@@ -14,6 +14,7 @@ from lz_compile.ground.isolation import isolated
 from lz_compile.ground.sizes import Size, SymbolicSize, as_size, range_of, symbolic_size
 from lz_compile.ground.store import Store
 from lz_compile.lowering import configured, inductor
+from lz_compile.passes.attention.sdpa_call import COPIED_SOURCE, SOURCE
 from lz_compile.passes.formula.axes import atoms, axes_of
 from lz_compile.passes.graph.modes import ambient_context
 from lz_compile.passes.graph.view import tensor_of, value_of
@@ -65,6 +66,8 @@ def left_as(match: Match) -> str | None:
     Not asked where there is dropout, which a proof's excerpt leaves out, nor of other devices, where no answer was
     ever held against what Inductor does.
     """
+    if match.found.source_kernel == COPIED_SOURCE and match.found.facts.device == "cpu":
+        return SOURCE
     is_asked = match.op == "attention" and match.found.facts.device == "cpu" and match.found.source_kernel is None
     if not is_asked or "dropout_p" in match.found.attributes.to_dict():
         return None

@@ -135,8 +135,8 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
     batch, queries, keys, width, value_width = (sizes[each] for each in ("B", "Sq", "Sk", "D", "E"))
     lengths = (batch, heads, kv_heads, queries, keys, width, value_width)
     wants = x.wants_gradient(), x.wants_gradient("bias")
-    copies = {"copies": heads // kv_heads} if isinstance(heads, int) and isinstance(kv_heads, int) else {}
-    return attrs, AttentionFacts(*lengths, x.query.dtype, x.query.device.type, *wants, **copies)
+    copies = heads // kv_heads if isinstance(heads, int) and isinstance(kv_heads, int) else 1
+    return attrs, AttentionFacts(*lengths, x.query.dtype, x.query.device.type, *wants, copies=copies)
 
 
 def fake(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:

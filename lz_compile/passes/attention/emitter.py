@@ -55,6 +55,8 @@ class Roles:
 
 #: Scores, and what is one for each row of them, by the letters of the op's legend.
 SCORES, ROWS = "B Hq Sq Sk", "B Hq Sq 1"
+#: Calls in which every matrix of a batch has keys of its own.
+_BATCHED = frozenset({"matmul", "bmm", "baddbmm", "scaled_dot_product_attention"})
 
 
 @dataclass(frozen=True)
@@ -353,7 +355,7 @@ class AttentionEmitter(TableEmitter):
     def _copies(self, batch: Size, kv_heads: Size) -> int:
         """How many of its keys the source's product reads: each matrix of a batch has its own."""
         call = None if self.product is None else read(self.product)
-        if call is None or call.name not in ("matmul", "bmm", "baddbmm"):  # by index notation keys stay as they are
+        if call is None or call.name not in _BATCHED:  # by index notation keys stay as they are
             return 1
         made = math.prod(known_tensor(call.node).shape[:-2])
         is_known = isinstance(made, int) and isinstance(batch, int) and isinstance(kv_heads, int)

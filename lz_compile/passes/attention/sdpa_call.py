@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import sympy
 import torch
 from torch import fx
@@ -9,10 +11,11 @@ from torch import fx
 from lz_compile.ground.sizes import Shape, Size, shape_of
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.passes.attention.emitter import AttentionEmitter, Finish, Roles
-from lz_compile.passes.attention.operand import Operand
+from lz_compile.passes.attention.operand import Operand, peel
 from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of, broadcast_from, fresh, regroup
+from lz_compile.passes.formula.contraction import Factor
 from lz_compile.passes.formula.expressions import specialised
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
@@ -24,6 +27,8 @@ from lz_compile.passes.rewriting.match import Match
 SOURCE = "torch.sdpa"
 #: What the source calls where a mask that it passes was proven: not the kernel of that name without the mask.
 MASKED_SOURCE = "torch.sdpa with a mask"
+#: The same where it passes keys and values that it repeated for the heads that share them.
+COPIED_SOURCE = "torch.sdpa of copies"
 
 
 def match_sdpa_call(effects: Effects, call: Call, masks: Masks, finish: Finish) -> Match | None:
@@ -38,6 +43,15 @@ def match_sdpa_call(effects: Effects, call: Call, masks: Masks, finish: Finish) 
     shapes = [shape_of(tensor) for tensor in tensors if tensor is not None]
     region = Region(effects)
     roles, dims = _roles(shapes, bool(call.get("enable_gqa", False)))
+    query, key, value = (
+        Operand(node, dim, sympy.S.One, tensor.dtype)
+        for node, dim, tensor in zip(nodes, dims, tensors, strict=True)
+        if tensor is not None
+    )
+    passed: dict[fx.Node, Dims] = {}
+    shared = _before_repeats(region, call, (key, value), roles, passed)
+    if shared is not None:
+        (key, value), roles = shared
     keep, bias = _mask(region, call, (*_leading(roles, dims[0]), roles.queries, roles.keys))
     scale, gain = _scale(region, call, shapes[0])
     attrs = AttentionAttrs(
@@ -53,11 +67,6 @@ def match_sdpa_call(effects: Effects, call: Call, masks: Masks, finish: Finish) 
         nan_is_open=True,
         score_dtype=torch.promote_types(tensors[0].dtype, torch.float32),  # type: ignore[union-attr]  # all are tensors
         rounds_bias=bias != 0 and known_tensor(call.get("attn_mask")).dtype == known_tensor(call.node).dtype,
-    )
-    query, key, value = (
-        Operand(node, dim, sympy.S.One, tensor.dtype)
-        for node, dim, tensor in zip(nodes, dims, tensors, strict=True)
-        if tensor is not None
     )
     output_dims = (*_leading(roles, dims[0]), roles.queries, roles.value_features)
     emitter = AttentionEmitter(
@@ -76,12 +85,31 @@ def match_sdpa_call(effects: Effects, call: Call, masks: Masks, finish: Finish) 
         output_dims=output_dims,
         dtype=known_tensor(call.node).dtype,
         attrs=attrs,
-        passed={},
+        passed=passed if shared is not None else {},
+        product=None if shared is None else call.node,
     )
     simple = simplify(emitter, masks)
-    source = SOURCE if not simple.implied else MASKED_SOURCE
+    source = MASKED_SOURCE if simple.implied else SOURCE if shared is None else COPIED_SOURCE
     core = find_core(effects, call.node, call.node)
+    if shared is not None:
+        core.check(effects, {node: region.readers.get(node, call.node) for node in simple.edge()})
     return finish(simple, core, source)
+
+
+def _before_repeats(
+    region: Region, call: Call, operands: tuple[Operand, Operand], roles: Roles, passed: dict[fx.Node, Dims]
+) -> tuple[tuple[Operand, Operand], Roles] | None:
+    """Key and value as they are before a source repeats them for the heads that share them; None where it does not."""
+    if roles.group or not roles.kv_heads:
+        return None
+    key, value = (peel(region, Factor(each.node, each.dims), call.node, passed) for each in operands)
+    given, heads = ({*axes_of(each.dims)} for each in operands), axes_of((roles.kv_heads,))
+    gone = [before - {*axes_of(each.dims)} for before, each in zip(given, (key, value), strict=True)]
+    kept = tuple(axis for axis in heads if axis not in gone[0])
+    is_repeated = gone[0] == gone[1] == {*heads[len(kept) :]} and heads[: len(kept)] == kept != heads
+    if not is_repeated or any(each.factor != 1 or each.dtype != each.entered for each in (key, value)):
+        return None
+    return (key, value), replace(roles, kv_heads=kept, group=heads[len(kept) :])
 
 
 def _roles(shapes: list[Shape], enable_gqa: bool) -> tuple[Roles, list[Dims]]:

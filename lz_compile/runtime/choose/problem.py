@@ -102,8 +102,8 @@ class Problem:
 
     @property
     def alone(self) -> str | None:
-        """The kernel that runs where it is left alone, None for Inductor's own code."""
-        return self.source_kernel or self.left_as
+        """The kernel that runs where it is left alone, None for Inductor's own code, and for one that runs over copies."""
+        return self.source_kernel or (self.left_as if self.context.copies == 1 else None)
 
     def to_dict(self) -> dict[str, Any]:
         """As stable JSON."""

@@ -118,7 +118,7 @@ def estimates(
     by_id = {spec.kernel_id: spec for spec in specs}
     found = _priors(context, list(by_id.values()), sizes, source_kernel, left_as)
     measured = _measured(context, sizes, _current(records, by_id), surroundings)
-    alone = source_kernel or left_as
+    alone = source_kernel or (left_as if context.copies == 1 else None)
     if alone is not None:
         base = alone if alone in by_id else INDUCTOR  # a call with a mask that was proven is no kernel
         measured = measured or _measured(context, sizes, _current(spelled_out, by_id), surroundings, base)
