@@ -396,6 +396,32 @@ def test_a_source_that_repeats_keys_for_the_heads_that_share_them_copies_them(
     assert found == [copies]
 
 
+def overwritten(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    repeats = [each.repeat_interleave(4, 1) for each in (k, v)]
+    k.copy_(v)
+    return torch.nn.functional.scaled_dot_product_attention(q, *repeats)
+
+
+def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k.repeat(1, 4, 1, 1), v.repeat(1, 4, 1, 1))
+
+
+def uneven(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    repeats = k.repeat_interleave(4, 1), v[:, :1].repeat_interleave(8, 1)
+    return torch.nn.functional.scaled_dot_product_attention(q, *repeats)
+
+
+@pytest.mark.parametrize("source", [overwritten, tiled, uneven])
+def test_repeats_that_no_kernel_can_read_past_are_operands(source: Callable[..., Tensor]) -> None:
+    q, (k, v) = torch.randn(2, 8, 3, 16), torch.randn(2, 2, 2, 24, 16)
+    expected = source(q, k.clone(), v)
+    backend = Rewriting(lock={"attention": "lz.blocked"})
+    actual = torch.compile(source, backend=backend, dynamic=False)(q, k, v)
+    (match,) = backend.report.matches
+    assert (match.kernel, match.attributes.get("enable_gqa")) == ("lz.blocked", None)
+    torch.testing.assert_close(actual, expected)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_with_gradients_inductor_sees_both_passes(dtype: torch.dtype) -> None:
     """In 16 bits its patterns know the forward of this, and not the two together (2.13)."""

@@ -18,6 +18,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, axes_of, broadcast_from, 
 from lz_compile.passes.formula.contraction import Factor
 from lz_compile.passes.formula.expressions import specialised
 from lz_compile.passes.graph.effects import Effects
+from lz_compile.passes.graph.refusal import MutatedError, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, tensor_of
 from lz_compile.passes.masks import finite as masks_finite
 from lz_compile.passes.masks.reading import Masks
@@ -90,19 +91,24 @@ def match_sdpa_call(effects: Effects, call: Call, masks: Masks, finish: Finish) 
     )
     simple = simplify(emitter, masks)
     source = MASKED_SOURCE if simple.implied else SOURCE if shared is None else COPIED_SOURCE
-    core = find_core(effects, call.node, call.node)
-    if shared is not None:
-        core.check(effects, {node: region.readers.get(node, call.node) for node in simple.edge()})
-    return finish(simple, core, source)
+    return finish(simple, find_core(effects, call.node, call.node), source)
 
 
 def _before_repeats(
     region: Region, call: Call, operands: tuple[Operand, Operand], roles: Roles, passed: dict[fx.Node, Dims]
 ) -> tuple[tuple[Operand, Operand], Roles] | None:
-    """Key and value as they are before a source repeats them for the heads that share them; None where it does not."""
+    """Key and value as they are before a source repeats them for the heads that share them.
+
+    None where it does not, and where they are overwritten before the call.
+    """
     if roles.group or not roles.kv_heads:
         return None
-    key, value = (peel(region, Factor(each.node, each.dims), call.node, passed) for each in operands)
+    try:
+        key, value = (peel(region, Factor(each.node, each.dims), call.node, passed) for each in operands)
+        core = find_core(region.effects, call.node, call.node)
+        core.check(region.effects, {each.node: region.readers[each.node] for each in (key, value)})
+    except (MutatedError, RefusedError):
+        return None
     given, heads = ({*axes_of(each.dims)} for each in operands), axes_of((roles.kv_heads,))
     gone = [before - {*axes_of(each.dims)} for before, each in zip(given, (key, value), strict=True)]
     kept = tuple(axis for axis in heads if axis not in gone[0])
