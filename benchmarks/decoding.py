@@ -1,5 +1,7 @@
 """Attention of a step of decoding: few queries over a cache, as models of transformers spell it, without tuning.
 
+Whole steps are of a Llama of four layers (as in ``benchmarks.batching``) over a static cache with 300 tokens in it.
+
 Claim: where heads share keys, or a static cache is mostly empty, a step takes at most half the time of Inductor's code and of
 PyTorch's SDPA, and never more than Inductor's. What is read of keys and values over the time is told as GB/s.
 
@@ -14,13 +16,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import transformers
 from torch import Tensor
 
 from benchmarks.arguments import parse, parser
-from benchmarks.harness import compiled, measure, prepare
+from benchmarks.batching import model_with
+from benchmarks.harness import Function, compiled, measure, prepare
 from benchmarks.publish import Publication, timing_table
 from lz_compile.runtime.problem.context import name_of
 
+#: Tokens in the cache of a model's step.
+FILLED = 300
 LENGTHS = (128, 1024, 4096)
 
 
@@ -85,6 +91,30 @@ def run_case(
     print(*about.values(), sep=" | ", flush=True)
 
 
+def run_model(
+    publication: Publication, attention: str, length: int, dtype: torch.dtype, settings: argparse.Namespace
+) -> None:
+    """Compile, check and time a model's step over a static cache; ``attention`` is how transformers computes it."""
+    torch._dynamo.reset()
+    model = model_with(attention).to(settings.device, dtype)
+    cache = transformers.StaticCache(config=model.config, max_cache_len=length)
+    tokens = torch.arange(FILLED, device=settings.device)[None] % 900
+
+    def run(function: Function) -> Tensor:
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(FILLED)
+        logits: Tensor = function(tokens[:, :1], past_key_values=cache, use_cache=True).logits
+        return logits
+
+    with torch.no_grad():
+        model(tokens, past_key_values=cache, use_cache=True)
+        prepared = prepare(compiled(model, settings.locks), run)
+        timings = measure(prepared.variants, settings.device, rounds=settings.rounds)
+    about = {"step": f"Llama, {attention}", "keys": length, "filled": FILLED, "dtype": name_of(dtype)}
+    publication.add_timings(about, prepared, timings)
+    print(*about.values(), sep=" | ", flush=True)
+
+
 def main() -> None:
     """Run every case."""
     options = parser(__doc__)
@@ -93,6 +123,8 @@ def main() -> None:
     publication = Publication("decoding", settings.device, is_quick=settings.quick)
     for dtype, case, length in itertools.product(settings.dtypes, CASES, settings.lengths):
         run_case(publication, case, length, dtype, settings)
+    for dtype, attention, length in itertools.product(settings.dtypes, ("sdpa", "eager"), (512, 4096)):
+        run_model(publication, attention, length, dtype, settings)
     publication.show(timing_table("attention of a step of decoding", publication.rows))
 
 
