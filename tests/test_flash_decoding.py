@@ -48,8 +48,10 @@ def _case(seed: int) -> tuple[Operands, AttentionAttrs]:
         return [chosen.choice((1, batch)), chosen.choice((1, 1, heads)), chosen.choice((1, queries)), last]
 
     def hidden(extents: list[int]) -> torch.Tensor:
-        """Some keys here and there, and all from somewhere on, as of a cache that is not full."""
-        return (torch.rand(extents) > chosen.choice((0.2, 0.97))) | (torch.arange(keys) >= chosen.randint(0, keys))
+        """Some keys here and there, and all from somewhere on, as of a cache that is not full, elsewhere for each head."""
+        return (torch.rand(extents) > chosen.choice((0.2, 0.97))) | (
+            torch.arange(keys) >= torch.randint(keys, (*extents[:3], 1))
+        )
 
     if chosen.random() < 0.5:
         given["mask"] = ~hidden(over(keys))

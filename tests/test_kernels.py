@@ -206,6 +206,7 @@ def test_beside_the_cpu_sdpa_is_given_masks_that_any_fused_kernel_reads_right(mo
     assert given_mask.dtype in (torch.bool, query.dtype)
     assert given_mask.shape[-1] == key.shape[2]
     assert given_mask.stride(-1) == 1
+    assert not named["enable_gqa"], "beside masks, heads that share keys are left to slow operators"
     if mask == "mean":
         assert (given_mask.float() * 1.4427).isfinite().all()
         assert query.dtype == dtype, "float32 is a tenth as fast there"

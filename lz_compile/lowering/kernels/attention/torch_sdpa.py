@@ -15,7 +15,8 @@ from lz_compile.lowering.ops.attention import Operands, distances, merged_mask
 
 #: Computes what SDPA does: over operands with at most one of a mask and a bias, attributes, and whether it is causal.
 Sdpa: TypeAlias = Callable[[Operands, AttentionAttrs, bool], torch.Tensor]
-#: Devices whose kernels take masks of any strides and of a wider dtype, and the lowest number in them.
+#: Devices whose kernels take masks of any strides and of a wider dtype, and the lowest number in them, also beside heads that
+#: share keys; on CUDA (2.13) those are left to operators that write scores to memory.
 _TAKES_ANY_MASK = frozenset({"cpu"})
 
 
@@ -30,15 +31,19 @@ def attention(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
 
 
 def _sdpa(x: Operands, attrs: AttentionAttrs, is_causal: bool) -> torch.Tensor:
+    mask, key, value, shares = x.bias if x.mask is None else x.mask, x.key, x.value, attrs.enable_gqa
+    if shares and mask is not None and x.query.device.type not in _TAKES_ANY_MASK:
+        groups, shares = x.query.shape[1] // key.shape[1], False
+        key, value = (each.repeat_interleave(groups, 1) for each in (key, value))
     return F.scaled_dot_product_attention(
         x.query,
-        x.key,
-        x.value,
-        attn_mask=x.bias if x.mask is None else x.mask,
+        key,
+        value,
+        attn_mask=mask,
         dropout_p=attrs.dropout_p,
         is_causal=is_causal,
         scale=attrs.scale,
-        enable_gqa=attrs.enable_gqa,
+        enable_gqa=shares,
     )
 
 
