@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from backends import rewritten
 
 from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
 from lz_compile.lowering.bands import Band
@@ -103,6 +104,28 @@ def test_what_a_mask_hides_is_not_read(is_added):
     actual = flash_decoding._attention(Operands(query, key, value, **given), attrs)
     expected = reference(Operands(query, key[:, :, :100], value[:, :, :100]), AttentionAttrs())
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("masked_rows", ["nan", "mean", "zero"])
+def test_a_query_of_nan_gives_nan_in_its_row_and_a_row_without_keys_what_it_is_said_to(masked_rows):
+    query, key, value = (torch.randn(1, 2, length, 32) for length in (3, 70, 70))
+    query[0, 0, 1] = math.nan
+    keep = torch.arange(70) < torch.tensor([70, 30, 0]).view(1, 1, 3, 1)
+    for sinks in (None, torch.full((1, 1, 1, 1), -math.inf)):
+        attrs = AttentionAttrs(has_mask=True, selects_masked=True, masked_rows=masked_rows, has_sinks=sinks is not None)
+        x = Operands(query, key, value, mask=keep, sinks=sinks)
+        torch.testing.assert_close(flash_decoding._attention(x, attrs), reference(x, attrs), equal_nan=True)
+        nothing = Operands(query, *(each[:, :, :0] for each in (key, value)), mask=keep[..., :0], sinks=sinks)
+        assert torch.equal(flash_decoding._attention(nothing, attrs), torch.zeros(1, 2, 3, 32))
+
+
+def test_masks_that_fill_scores_with_the_lowest_number_are_proven_with_nan_in_queries():
+    def function(query, key, value, keep):
+        scores = query @ key.transpose(-1, -2) / 4
+        return scores.masked_fill(~keep, torch.finfo(scores.dtype).min).softmax(-1) @ value
+
+    inputs = (*(torch.randn(1, 2, length, 16) for length in (3, 40, 40)), torch.rand(1, 1, 3, 40) > 0.5)
+    torch.testing.assert_close(rewritten(function, *inputs, lock={"attention": _ID}), function(*inputs))
 
 
 def test_the_bits_depend_neither_on_threads_nor_on_other_rows():

@@ -50,7 +50,7 @@ def _prepared(layouts: tuple[calls.Layout | None, ...], attrs: AttentionAttrs, t
     shift = 0 if band is None else band.offset(queries, keys)
     lower, upper = (None, None) if band is None else (band.lower, band.upper)
     limits = (-keys - queries if lower is None else shift + lower, keys + queries if upper is None else shift + upper)
-    empty = _EMPTY["zero" if attrs.zeroes_nan else attrs.masked_rows]
+    empty = _EMPTY["zero" if attrs.zeroes_nan or not keys else attrs.masked_rows]
     threads = max(1, min(threads, batch * heads * queries * keys * (size + value_size) // _THREAD_WORK))
     sizes = [batch, kv_heads, heads // kv_heads, queries, keys, size, value_size, *limits, empty, threads]
     for each in (query, key, value, mask, *over):
@@ -146,7 +146,8 @@ extern "C" void few_queries(const Given* given, const Problem* problem, const do
         sink = sink ? sink + q * p.sinks.s[2] : nullptr;
         float sum[kEP] = {}, greatest;
         float total = join(parts, r, states, i, sink, sum, greatest);
-        if (p.empty == 2 && greatest <= 0.999f * float(shares[2])) {  // what is seen is filled like what is hidden
+        // What is seen is filled like what is hidden; a row of NaN has no greatest score, either, and stays one.
+        if (p.empty == 2 && total == total && greatest <= 0.999f * float(shares[2])) {
           const Stored* from = OF(value, b, head / p.groups);
           std::memset(sum, 0, sizeof(sum));
           total = float(p.keys);

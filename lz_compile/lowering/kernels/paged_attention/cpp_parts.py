@@ -199,6 +199,7 @@ struct Parts {
 INLINE float join(const Parts& parts, int64_t request, const float* states, int64_t row, const float* sink, float* sum,
                   float& greatest) {
   const int64_t first = parts.first[request], last = parts.first[request + 1];
+  if (sink && *sink == kNothing) sink = nullptr;
   greatest = sink ? *sink : kNothing;
   for (int64_t p = first; p < last; ++p) {
     const float largest = states[parts.all[p].state + row * kState + kGreatest];
