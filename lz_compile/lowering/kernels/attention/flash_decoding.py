@@ -108,7 +108,7 @@ extern "C" void few_queries(const Given* given, const Problem* problem, const do
   std::vector<Over> over(count);
   std::vector<uint8_t> open(kHasOver ? count * rows : 0);
   const bool in_place = is_in_place(n, request);
-#pragma omp parallel num_threads(p.threads < size || p.threads < 2 ? p.threads : size > 1 ? size : 1)
+#pragma omp parallel num_threads(p.threads < size ? p.threads : size > 1 ? size : 1)
   {
     const auto copies = lines(kTile * kWide), scores = lines(parts.most * kTile);
 #pragma omp for schedule(static)
