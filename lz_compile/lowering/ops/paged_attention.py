@@ -45,6 +45,8 @@ EAGER_KERNEL = "torch.paged_attention"
 EXACT_DIMS = ("num_heads", "num_kv_heads", "head_dim", "value_dim")
 BUCKETED_DIMS = (("num_queries",), ("num_requests",), ("seq_len_k",), ("block_size",))
 TIMELESS_FEATURES: frozenset[str] = frozenset({"sinks"})
+#: As of attention: rounding of scores shows in the result as it is.
+ROUNDING_POWER = 2
 
 
 @dataclass(frozen=True)
