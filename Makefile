@@ -29,9 +29,9 @@ lint: $(STAMP) ## check style, formatting, types, and what one has to read
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
-	$(PY) scripts/reading_cost.py lz_compile.passes.attention.recogniser --files 18 --lines 4680
-	$(PY) scripts/reading_cost.py lz_compile.passes.scan.recogniser --files 33 --lines 8250
-	$(PY) scripts/reading_cost.py lz_compile.passes.blend.recogniser --files 25 --lines 6360
+	$(PY) scripts/reading_cost.py lz_compile.passes.attention.recogniser --files 18 --lines 4700
+	$(PY) scripts/reading_cost.py lz_compile.passes.scan.recogniser --files 33 --lines 8260
+	$(PY) scripts/reading_cost.py lz_compile.passes.blend.recogniser --files 25 --lines 6370
 	$(PY) scripts/reading_cost.py lz_compile.passes.sampling.recogniser --files 19 --lines 4400
 	$(PY) scripts/reading_cost.py lz_compile.passes.paged_attention.recogniser --files 16 --lines 2600
 

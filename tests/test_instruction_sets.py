@@ -13,10 +13,11 @@ import torch
 from torch.utils.cpp_extension import include_paths
 
 from lz_compile.lowering.cpp.floats import STORED_TYPES, floats
+from lz_compile.lowering.kernels.attention import cpp_keys, flash_decoding
 from lz_compile.lowering.kernels.attention import cpp_scores as scores
 from lz_compile.lowering.kernels.blend import cpp_blend as blend
 from lz_compile.lowering.kernels.linear import cpp_source as linear
-from lz_compile.lowering.kernels.paged_attention import cpp_source as paged
+from lz_compile.lowering.kernels.paged_attention.cpp_program import PAGED
 from lz_compile.lowering.kernels.sampling import cpp_sampling as sampling
 from lz_compile.lowering.kernels.sampling import cpp_speculation as speculation
 
@@ -41,7 +42,9 @@ def sources(lanes: int) -> dict[str, str]:
             name = f"linear {stored} {has_zero} {has_codebook}"
             has = {"kIsPacked": is_byte, "kHasZero": has_zero, "kHasOffset": False, "kHasCodebook": has_codebook}
             found[name] = linear.source(stored, lanes, **has)
-        found[f"paged {stored}"] = paged.source(stored, 64, 48, lanes, has_softcap=True)
+        for name, entry in (("paged", PAGED), ("few queries", flash_decoding._ENTRY)):
+            has = {"has_softcap": True, "has_over": name != "paged", "entry": entry}
+            found[f"{name} {stored}"] = cpp_keys.source(stored, 64, 48, lanes, **has)
     for one, other in [(single, single), (half, single)]:
         found[f"blend {one} {other}"] = blend.source(one, other, lanes)
         for result in ("ids", "scores"):

@@ -2,7 +2,7 @@
 
 Keys and values are read once for all heads that share them, and no more of them than a mask shows: of a static cache what is
 filled. The keys are split among threads, and the parts joined (Flash-Decoding, Dao et al. 2023), by the loops that read
-caches in blocks (``kernels/paged_attention``), as if each row, or each head of it, were a request with one block.
+caches in blocks, as if each row, or each head of it, were a request with one block.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.cpp import calls
 from lz_compile.lowering.kernel_operator import kernel_operator
+from lz_compile.lowering.kernels.attention import cpp_keys
 from lz_compile.lowering.kernels.attention.rows_attention import strides_of
-from lz_compile.lowering.kernels.paged_attention import cpp_source
 from lz_compile.lowering.ops import attention as op
 from lz_compile.lowering.ops.attention import Operands
 
@@ -58,9 +58,9 @@ def _prepared(layouts: tuple[calls.Layout | None, ...], attrs: AttentionAttrs, t
     lanes = cpp_builds.vector_bits() // 32
     width, value_width = (-(-each // lanes) * lanes for each in (size, value_size))
     has = {"has_softcap": attrs.softcap is not None, "has_over": any(each is not None for each in (mask, *over[:2]))}
-    text = cpp_source.source(key.dtype, width, value_width, lanes, **has, entry=_ENTRY)
+    text = cpp_keys.source(key.dtype, width, value_width, lanes, **has, entry=_ENTRY)
     scale = size**-0.5 if attrs.scale is None else attrs.scale
-    function = calls.function("few_queries", text, cpp_source.FLAGS)
+    function = calls.function("few_queries", text, cpp_keys.FLAGS)
     return function, calls.integers(sizes), calls.reals((scale, attrs.softcap or 0.0, torch.finfo(query.dtype).min))
 
 

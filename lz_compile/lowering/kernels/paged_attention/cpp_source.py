@@ -17,41 +17,11 @@ import torch
 
 from lz_compile.lowering import cpp_builds
 from lz_compile.lowering.cpp import calls
-from lz_compile.lowering.cpp.floats import STORED, STORED_TYPES, floats
-from lz_compile.lowering.cpp.vectors import PICK, halves, lane_sums
-from lz_compile.lowering.kernels.attention.capping import TANGENT
-from lz_compile.lowering.kernels.paged_attention.cpp_loops import LOOPS
-from lz_compile.lowering.kernels.paged_attention.cpp_parts import PARTS
+from lz_compile.lowering.kernels.attention.cpp_keys import FLAGS, source
 from lz_compile.lowering.kernels.paged_attention.cpp_program import PAGED
-from lz_compile.lowering.kernels.sampling.cpp_vectors import VECTORS
 from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttrs
 
-#: Beside Inductor's own: no more than the rounding of ``a * b + c`` depends on it.
-FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
 _TABLES = frozenset({"block_table", "lengths", "query_starts", "first_keys"})
-
-
-def source(
-    stored: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    lanes: int,
-    *,
-    has_softcap: bool,
-    has_over: bool = False,
-    entry: str = PAGED,
-) -> str:
-    """The translation unit for caches of a dtype and registers of so many floats; each takes a second to compile."""
-    return f"""#include <cstdint>
-#include <memory>
-#include <type_traits>
-#include <vector>
-constexpr int kDV = {-(-head_dim // lanes)}, kEV = {-(-value_dim // lanes)};  // registers of a row
-{calls.truths(kHasCap=has_softcap, kHasOver=has_over)}{floats(lanes)}{halves(STORED_TYPES)}{STORED}{VECTORS}{TANGENT}
-using Stored = {STORED_TYPES[stored]};
-typedef Floats Vec;
-typedef Ints MaskVec;
-{PICK}{lane_sums(lanes)}{LOOPS}{PARTS}{entry}"""
 
 
 def run(x: Operands, attrs: PagedAttentionAttrs, most_queries: int) -> tuple[torch.Tensor, list[int]]:
@@ -100,5 +70,5 @@ def _readable(x: Operands) -> list[torch.Tensor | None]:
 
 @lru_cache(maxsize=64)
 def _function(stored: torch.dtype, head_dim: int, value_dim: int, lanes: int, has_softcap: bool) -> Any:
-    text = source(stored, head_dim, value_dim, lanes, has_softcap=has_softcap)
+    text = source(stored, head_dim, value_dim, lanes, has_softcap=has_softcap, has_over=False, entry=PAGED)
     return calls.function("paged_attention", text, FLAGS, ctypes.c_int32)
