@@ -82,7 +82,6 @@ def fixed_part(context: SelectionContext, alone: str | None) -> dict[str, Any]:
         "source": alone or "",
         "config": configured.configuration_digest(),
         "dims": {name: dim for name, dim in exact.items() if isinstance(dim, int)},
-        **({"copies": context.copies} if context.copies > 1 else {}),
     }
 
 
