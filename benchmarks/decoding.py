@@ -123,7 +123,7 @@ def main() -> None:
     publication = Publication("decoding", settings.device, is_quick=settings.quick)
     for dtype, case, length in itertools.product(settings.dtypes, CASES, settings.lengths):
         run_case(publication, case, length, dtype, settings)
-    for dtype, attention, length in itertools.product(settings.dtypes, ("sdpa", "eager"), (512, 4096)):
+    for dtype, attention, length in itertools.product(settings.dtypes, ("sdpa", "eager"), (settings.lengths[-1],)):
         run_model(publication, attention, length, dtype, settings)
     publication.show(timing_table("attention of a step of decoding", publication.rows))
 
