@@ -25,7 +25,7 @@ from benchmarks.harness import Function, compiled, measure, prepare
 from benchmarks.publish import Publication, timing_table
 from lz_compile.runtime.problem.context import name_of
 
-#: Tokens in the cache of a model's step.
+#: Tokens in the cache of a model's step, if it is twice as long.
 FILLED = 300
 LENGTHS = (128, 1024, 4096)
 
@@ -98,11 +98,12 @@ def run_model(
     torch._dynamo.reset()
     model = model_with(attention).to(settings.device, dtype)
     cache = transformers.StaticCache(config=model.config, max_cache_len=length)
-    tokens = torch.arange(FILLED, device=settings.device)[None] % 900
+    filled = min(FILLED, length // 2)
+    tokens = torch.arange(filled, device=settings.device)[None] % 900
 
     def run(function: Function) -> Tensor:
         for layer in cache.layers:
-            layer.cumulative_length.fill_(FILLED)
+            layer.cumulative_length.fill_(filled)
         logits: Tensor = function(tokens[:, :1], past_key_values=cache, use_cache=True).logits
         return logits
 
@@ -110,7 +111,7 @@ def run_model(
         model(tokens, past_key_values=cache, use_cache=True)
         prepared = prepare(compiled(model, settings.locks), run)
         timings = measure(prepared.variants, settings.device, rounds=settings.rounds)
-    about = {"step": f"Llama, {attention}", "keys": length, "filled": FILLED, "dtype": name_of(dtype)}
+    about = {"step": f"Llama, {attention}", "keys": length, "filled": filled, "dtype": name_of(dtype)}
     publication.add_timings(about, prepared, timings)
     print(*about.values(), sep=" | ", flush=True)
 

@@ -30,6 +30,8 @@ _INTERLEAVED = 1.25
 
 #: Of keys that a mask may hide from a few queries, those that it shows: a cache fills from nothing on, which no size tells.
 _SHOWN = 0.5
+#: Operators of no size that two products of a few rows in 16 bits take as long to call as (oneDNN, a Xeon with AMX).
+_HALF_CALLS = 60
 #: What a band and a boolean mask take of a softmax in Inductor's C++, and each where a kernel makes numbers of it first.
 _BAND, _BOOLEANS = 1.8, 4.0
 _BAND_NUMBERS, _NUMBERS = 0.3, 0.6
@@ -169,7 +171,8 @@ def _blocked(x: _Shape) -> Work:
     points = x.scores * seen * (1.2 + x.conditions(band * causal, boolean, 0.3, _CAPPED))
     if x.queries <= _FEW:
         if x.groups == 1:
-            return _work(x, {"row": (1.15 if x.is_half else 1.0) * x.held, "pointwise": points, "call": 2})
+            calls = _HALF_CALLS if x.is_half and x.queries > 1 else 2
+            return _work(x, {"row": (1.15 if x.is_half else 1.0) * x.held, "pointwise": points, "call": calls})
         copies = 4.0 if x.is_half else 0.65  # products in 16 bits want keys in one piece
         return _work(x, {"group": copies * x.held, "pointwise": points, "call": 2})
     times, blocks = 4 if x.is_training else 1, math.ceil(x.queries / block)
