@@ -63,6 +63,7 @@ class Asked:
 def left_as(match: Match) -> str | None:
     """The kernel that Inductor makes of a match by itself, as its own patterns say; None if they do not know it.
 
+    A call of SDPA over copies of keys stays one: what they take is told by the facts.
     Not asked where there is dropout, which a proof's excerpt leaves out, nor of other devices, where no answer was
     ever held against what Inductor does.
     """

@@ -85,8 +85,8 @@ class _Shape:
     @property
     def copied(self) -> dict[Kind, float]:
         """What copies of keys and values take, written and read by the product: as the source makes them."""
-        each = self.held / 2 * self.copies
-        return {"row": 4 * each * self.bytes_each / 4, **fresh(each * self.bytes_each, times=2)}
+        size = self.held / 2 * self.copies * self.bytes_each  # bytes of either; a row's elements have four
+        return {"row": 2 * 2 * size / 4, **fresh(size, times=2)}
 
     @property
     def is_half(self) -> bool:

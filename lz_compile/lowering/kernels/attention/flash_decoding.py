@@ -58,10 +58,16 @@ def _prepared(layouts: tuple[calls.Layout | None, ...], attrs: AttentionAttrs, t
     lanes = cpp_builds.vector_bits() // 32
     width, value_width = (-(-each // lanes) * lanes for each in (size, value_size))
     has = {"has_softcap": attrs.softcap is not None, "has_over": any(each is not None for each in (mask, *over[:2]))}
-    text = cpp_keys.source(key.dtype, width, value_width, lanes, **has, entry=_ENTRY)
     scale = size**-0.5 if attrs.scale is None else attrs.scale
-    function = calls.function("few_queries", text, cpp_keys.FLAGS)
+    function = _function(key.dtype, width, value_width, lanes, **has)
     return function, calls.integers(sizes), calls.reals((scale, attrs.softcap or 0.0, torch.finfo(query.dtype).min))
+
+
+@lru_cache(maxsize=64)
+def _function(stored: torch.dtype, width: int, value_width: int, lanes: int, **has: bool) -> Any:
+    """Of a cache that grows all steps share it."""
+    text = cpp_keys.source(stored, width, value_width, lanes, **has, entry=_ENTRY)
+    return calls.function("few_queries", text, cpp_keys.FLAGS)
 
 
 attention = kernel_operator("flash_decoding", op, _attention, kernel_id="lz.flash_decoding")
