@@ -28,8 +28,9 @@ _FUSED_CALLS = 8
 #: What PyTorch's kernel takes for one query where the heads of a token lie next to each other, as projections leave them.
 _INTERLEAVED = 1.25
 
-#: Of keys that a mask may hide from a few queries, those that it shows: a cache fills from nothing on, which no size tells.
-_SHOWN = 0.5
+#: Of keys that a mask may hide from a few queries, those that it shows: a cache fills from nothing on, which no size tells;
+#: and how many are hidden together.
+_SHOWN, _TILE = 0.5, 64
 #: Operators of no size that two products of a few rows in 16 bits take as long to call as (oneDNN, a Xeon with AMX).
 _HALF_CALLS = 60
 #: What a band and a boolean mask take of a softmax in Inductor's C++, and each where a kernel makes numbers of it first.
@@ -189,7 +190,8 @@ def _blocked(x: _Shape) -> Work:
 def _decoded(x: _Shape) -> Work:
     """C++ that reads each key once for all rows that see it; what is done for each further one was read off a Xeon."""
     rows = x.groups * x.queries
-    shown = _SHOWN if x.features & {"bool_mask", "float_mask"} else 1.0
+    is_cache = x.queries <= _FEW and x.keys > _TILE and bool(x.features & {"bool_mask", "float_mask"})
+    shown = _SHOWN if is_cache else 1.0
     read = shown * (1.2 if x.is_half else 1.0) * x.held * (1 + 0.09 * (rows - 1))
     points = x.scores * (0.6 + x.conditions(0.1, 0.3, 0.3, _CAPPED_TILE))
     return _work(x, {"row": read, "pointwise": points, "call": 16})
