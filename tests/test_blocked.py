@@ -107,6 +107,7 @@ def test_a_mask_is_read_as_numbers_and_selects_what_it_selected(over: str) -> No
     torch.testing.assert_close(few, reference(x, attrs)[:1, :1], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("band", [Band(upper=0), Band(upper=0, at_end=True), Band(-9, 3), Band(-40, None)])
 @pytest.mark.parametrize(("queries", "keys"), [(128, 128), (128, 150)])
 def test_a_band_is_read_as_numbers(band: Band, queries: int, keys: int) -> None:

@@ -78,6 +78,7 @@ def _case(seed: int) -> tuple[Operands, AttentionAttrs]:
     return Operands(*heads_of, **given), attrs
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("seed", range(60))
 def test_long_caches_are_read_in_parts_as_the_reference_reads_them_whole(seed):
     x, attrs = _case(seed)

@@ -45,6 +45,7 @@ def of_an_input(x: Tensor, places: Tensor) -> Tensor:
     return x + 1
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("function", [negated_rows, twice, added, of_an_input], ids=lambda function: function.__name__)
 def test_both_stores_are_kept(function: Callable[..., Tensor], dynamic: bool) -> None:
