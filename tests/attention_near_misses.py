@@ -63,6 +63,10 @@ def near_misses() -> dict[str, Lookalike]:
         "exponentials_not_divided": Lookalike(exponentials_not_divided, qkv, "NOT_NORMALISED"),
         "key_overwritten_in_between": Lookalike(key_overwritten_in_between, qkv, "OPERAND_MUTATED"),
         "scores_overwritten_through_a_view": Lookalike(scores_overwritten_through_a_view, qkv, "SCORES_NOT_READ"),
+        "scores_written_in_chunks": Lookalike(scores_written_in_chunks, qkv, "the scores pass through setitem"),
+        "scores_written_by_diagonals": Lookalike(
+            scores_written_by_diagonals, qkv, "setitem, diagonal, which has no reading"
+        ),
         "autocast_entered_in_between": Lookalike(autocast_entered_in_between, qkv, "MODE_CHANGES_INSIDE"),
         "scores_scaled_one_by_one": Lookalike(
             scores_scaled_one_by_one, (*qkv, 0.1 * normal(12, 19, 23)), "SCORES_LARGE"
@@ -236,6 +240,27 @@ def scores_overwritten_through_a_view(query: Tensor, key: Tensor, value: Tensor)
     scores = _scores(query, key)
     scores[..., 0].fill_(1.0)
     return scores.softmax(-1) @ value
+
+
+def scores_written_in_chunks(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Each chunk of three queries sees its own keys and those before; both kinds of scores are written to one memory."""
+    query, key, value = (x[:, :, :18].unflatten(2, (6, 3)) for x in (query, key, value))
+    scores = query.new_zeros(*query.shape[:-1], 6)
+    scores[..., :3] = _scores(query, key)
+    scores[:, :, 1:, :, 3:] = _scores(query[:, :, 1:], key[:, :, :-1])
+    scores[:, :, 0, :, 3:] = _scores(query[:, :, 0], key[:, :, -1])
+    return scores.flatten(0, 1).softmax(-1) @ torch.cat((value, value.roll(1, 2)), 3).flatten(0, 1)
+
+
+def scores_written_by_diagonals(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Each query sees itself and its neighbours, whose scores are diagonals of all of them, written to one memory."""
+    product = _scores(query, key[:, :, :19])
+    scores = product.new_zeros(*product.shape[:-1], 3)
+    scores[..., 1] = product.diagonal(0, -2, -1)
+    scores[..., 1:, 0] = product.diagonal(-1, -2, -1)
+    scores[..., :-1, 2] = product.diagonal(1, -2, -1)
+    windows = torch.nn.functional.pad(value[:, :, :19], (0, 0, 1, 1)).unfold(2, 3, 1)
+    return torch.einsum("bhqw,bhqdw->bhqd", scores.softmax(-1), windows)
 
 
 def autocast_entered_in_between(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -330,19 +330,22 @@ def has_scores(region: Region, node: fx.Node) -> bool:
 
 def scores_behind(region: Region, node: fx.Node, is_end: Callable[[fx.Node], bool]) -> list[fx.Node] | None:
     """The way to a product of two computed tensors that a node was made of, its end first; None where there is none."""
+    position = region.effects.position
+    last = max(map(position.__getitem__, node.users), default=position[node])
+
+    def above(each: fx.Node) -> list[fx.Node]:  # what is written to memory, piece by piece, is what that holds
+        written = [writer for writer, _ in region.effects.writes_to(each) if position[writer] < last]
+        return written if _is_filled(region, each) else [*each.all_input_nodes, *written]
+
     return path_to(
         [node],
-        lambda each: each.all_input_nodes,
+        above,
         lambda each: (
             (is_product(region, each) or is_distance(region.effects, each))
             and not any(map(is_weight, _factors(region.effects, each)))
         ),
         lambda each: (
-            is_end(each)
-            or is_product(region, each)
-            or _is_pooled(region, each)
-            or _is_filled(region, each)
-            or _is_normed(region, each, node)
+            is_end(each) or is_product(region, each) or _is_pooled(region, each) or _is_normed(region, each, node)
         ),
     )
 
