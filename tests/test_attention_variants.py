@@ -89,6 +89,24 @@ def test_distances_of_heads_that_share_keys_and_are_far_from_zero_are_as_in_the_
     assert attentions(backend) == [True], backend.why_not()
 
 
+@pytest.mark.parametrize("hidden", [float("nan"), float("inf"), 1e25])
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_distances_show_nothing_of_keys_that_a_mask_hides(is_causal: bool, hidden: float) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = -(q[..., None, :] - k[..., None, :, :]).square().sum(-1)
+        seen = torch.arange(k.shape[2]) <= (torch.arange(q.shape[2])[:, None] if is_causal else k.shape[2] - 2)
+        return scores.masked_fill(~seen, float("-inf")).softmax(-1) @ v
+
+    q, k, v = qkv()
+    k[:, :, -1] = hidden
+    backend = Rewriting(lock={"attention": "lz.blocked"})
+    torch._dynamo.reset()
+    found = torch.compile(attention, backend=backend)(q, k, v)
+    assert attentions(backend) == [True], backend.why_not()
+    assert not backend.report.events
+    torch.testing.assert_close(found[:, :, :-1], attention(q, k, v)[:, :, :-1])
+
+
 @pytest.mark.parametrize("is_detached", [False, True])
 def test_distances_to_a_codebook_are_read_without_its_leading_dimensions(is_detached: bool) -> None:
     """Its rows meet those of a batch by broadcasting alone; without gradients, a detached tensor is what it is of."""

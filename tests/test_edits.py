@@ -469,6 +469,23 @@ def test_what_memory_holds_is_known_by_name() -> None:
     assert edited(program, edit, *inputs()) == ("", [])
 
 
+@pytest.mark.parametrize(("place", "refutes"), [(0, False), (2, True)])
+def test_what_is_written_again_before_it_is_read_may_have_been_anything(place: int, refutes: bool) -> None:
+    def program(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.zeros_like(x)
+        out[:, :1] = torch.cos(x[:, :1])
+        out[:, 1:] = a
+        out[:, :1] = torch.sin(x[:, :1])
+        return out, out[:, :1]
+
+    def edit(module: fx.GraphModule) -> None:
+        stores = [node for node in module.graph.nodes if node.target is operator.setitem]
+        module.graph.erase_node(stores[place])
+
+    told, _ = edited(program, edit, *(each.detach() for each in inputs()))
+    assert ("is off by" in told) == refutes
+
+
 @pytest.mark.parametrize("name", ["by a view", "by itself", "never"])
 def test_memory_that_nobody_reads_again_may_hold_anything(name: str) -> None:
     """What is written out of place leaves the memory as it was, which a view of it shows, however little runs."""

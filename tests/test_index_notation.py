@@ -50,6 +50,39 @@ def run(module: torch.fx.GraphModule, inputs: tuple[Tensor, ...]) -> list[Tensor
     return [result, *(torch.autograd.grad(result.square().sum(), leaves) if leaves else ())]
 
 
+#: Joins by other names, with the ranks of tensors that each joins.
+JOINS: dict[str, tuple[int, ...]] = {
+    "hstack": (1, 2, 3),
+    "vstack": (1, 2, 3),
+    "row_stack": (2,),
+    "column_stack": (1, 2),
+    "dstack": (2, 3),
+}
+
+
+@pytest.mark.parametrize(("name", "rank"), [(name, rank) for name, ranks in JOINS.items() for rank in ranks])
+def test_joins_by_other_names_are_spelled_out(name: str, rank: int) -> None:
+    inputs = [torch.randn((2, 3, 4)[-rank:], requires_grad=True) for _ in range(2)]
+    assert spelled(lambda *given: getattr(torch, name)(given), *inputs) == 1
+
+
+def test_a_join_of_vectors_as_planes_is_left_alone() -> None:
+    assert spelled(lambda *given: torch.dstack(given), torch.randn(3), torch.randn(3)) == 0
+
+
+def test_a_rotation_whose_halves_are_stacked_is_one() -> None:
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.hstack((a * cos - b * sin, b * cos + a * sin))
+
+    inputs = torch.randn(5, 8), torch.randn(5, 4), torch.randn(5, 4)
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"rope": "torch.rope"})
+    found = torch.compile(turned, backend=backend, fullgraph=True)(*inputs)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    torch.testing.assert_close(found, turned(*inputs))
+
+
 @pytest.mark.parametrize("equation", SPELLED)
 def test_what_sums_no_products_is_spelled_out(equation: str) -> None:
     inputs = [torch.randn(shape, requires_grad=True) for shape in SPELLED[equation]]

@@ -141,6 +141,39 @@ def test_sizes_may_be_symbolic() -> None:
     torch.testing.assert_close(result.double(), spelling.reference(x, *weights), rtol=1e-4, atol=1e-4)
 
 
+PROJECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "by hand": lambda x, weight: (x[:, None] * weight).sum(-1),
+    "by hand, the weight first": lambda x, weight: (weight.T * x[..., None]).sum(1),
+    "multi_dot": lambda x, weight: torch.linalg.multi_dot([x, weight.T]),
+    "of what is computed": lambda x, weight: (x[:, None] * torch.sin(x[:, :1, None])).sum(-1).expand(-1, len(weight)),
+}
+
+
+@pytest.mark.parametrize("name", PROJECTIONS)
+def test_projections_by_other_calls_are_projections(name: str) -> None:
+    def gated(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(PROJECTIONS[name](x, gate)) * (x @ up.T)
+
+    inputs = torch.randn(5, 8), torch.randn(12, 8), torch.randn(12, 8)
+    result, backend = _run(gated, *inputs)
+    assert [match.rewritten for match in backend.report.matches] == [True] * (name != "of what is computed")
+    torch.testing.assert_close(result, gated(*inputs))
+
+
+def test_symbolic_sizes_among_the_terms_of_indices_are_no_weights() -> None:
+    def biased(x: Tensor, up: Tensor, gate: Tensor, table: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[0])
+        return F.silu(x @ gate) * (x @ up) + F.relu(F.embedding(positions + x.shape[0], table))
+
+    inputs = torch.randn(5, 8), torch.randn(8, 12), torch.randn(8, 12), torch.randn(30, 12)
+    torch._dynamo.reset()
+    backend = Rewriting(lock=LOCK)
+    found = torch.compile(biased, backend=backend, fullgraph=True, dynamic=True)(*inputs)
+    assert not backend.report.events
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    torch.testing.assert_close(found, biased(*inputs))
+
+
 def test_equal_layers_are_read_once() -> None:
     spelling = Spelling()
     x, *weights = spelling.inputs(0)

@@ -164,6 +164,20 @@ def test_every_spelling_is_found_where_rows_have_symbolic_sizes(spelling: Spelli
     check_match(spelling, only(backend))
 
 
+@pytest.mark.parametrize("width", [16, 24])
+def test_gradients_of_a_bias_are_proven_where_rows_have_symbolic_sizes(width: int) -> None:
+    """PyTorch's kernel sums up rows one by one."""
+
+    def layer(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight + bias
+
+    inputs = [torch.randn(shape, requires_grad=True) for shape in ((4, 7, width), (width,), (width,))]
+    got, backend = compiled(layer, *inputs, dynamic=True)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    torch.testing.assert_close(got, layer(*inputs))
+
+
 def test_rows_of_symbolic_size_run_at_other_sizes_without_another_compile() -> None:
     def layer(x: Tensor, weight: Tensor) -> Tensor:
         return weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6))

@@ -213,16 +213,20 @@ def test_documents_given_at_run_time_become_operands(kernel: str) -> None:
     assert match.attributes["has_documents"] is True
 
 
+@pytest.mark.parametrize("is_subtracted", [False, True])
 @pytest.mark.parametrize("learned", [False, True])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_alibi_is_slopes(kernel: str, learned: bool) -> None:
+def test_alibi_is_slopes(kernel: str, learned: bool, is_subtracted: bool) -> None:
     policy.lock("attention", kernel)
 
     def attention(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
         scores = query @ key.transpose(-2, -1) * DIM**-0.5
         rows, columns = (torch.arange(n) for n in (query.shape[2], key.shape[2]))
         bias = slopes[:, None, None] * (columns[None] - rows[:, None])
-        scores = (scores + bias).masked_fill(columns[None] > rows[:, None], -math.inf)
+        away = slopes[:, None, None] * (rows[:, None] - columns[None])
+        scores = (scores - away if is_subtracted else scores + bias).masked_fill(
+            columns[None] > rows[:, None], -math.inf
+        )
         return scores.softmax(-1) @ value
 
     slopes = (0.5 ** torch.arange(1, HEADS + 1)).requires_grad_(learned)

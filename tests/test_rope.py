@@ -310,6 +310,46 @@ def test_the_parts_of_a_rotation_may_be_stored(stored: str) -> None:
     torch.testing.assert_close(*pairs)
 
 
+#: The other feature of each pair, by the places that it has.
+LISTED: dict[str, Callable[[Tensor], Tensor]] = {
+    "listed halves": lambda x: x[..., [4, 5, 6, 7, 0, 1, 2, 3]],
+    "listed neighbours": lambda x: x[..., [1, 0, 3, 2, 5, 4, 7, 6]],
+    "computed": lambda x: x[..., torch.arange(8) ^ 1],
+    "index_select": lambda x: x.index_select(-1, torch.tensor([4, 5, 6, 7, 0, 1, 2, 3])),
+    "not in pairs": lambda x: x[..., [1, 0, 3, 2, 4, 5, 6, 7]],
+    "backwards": lambda x: x[..., [7, 6, 5, 4, 3, 2, 1, 0]],
+}
+
+
+@pytest.mark.parametrize("name", LISTED)
+def test_the_other_of_a_pair_may_be_listed(name: str) -> None:
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if "halves" in name or name == "index_select":
+            return x * cos.repeat(1, 2) + LISTED[name](x) * torch.tensor([-1.0] * 4 + [1.0] * 4) * sin.repeat(1, 2)
+        signs = torch.tensor([-1.0, 1.0] * 4)
+        return x * cos.repeat_interleave(2, -1) + LISTED[name](x) * signs * sin.repeat_interleave(2, -1)
+
+    inputs = torch.randn(2, 3, 7, 8), torch.randn(7, 4), torch.randn(7, 4)
+    got, backend = compiled(turned, *inputs)
+    assert bool(ropes(backend)) == (name not in ("not in pairs", "backwards")), backend.why_not()
+    assert all(match.rewritten for match in ropes(backend)), backend.why_not()
+    torch.testing.assert_close(got, turned(*inputs))
+
+
+@pytest.mark.parametrize("moved", ["movedim", "permute"])
+def test_halves_may_be_stacked_ahead_and_moved_later(moved: str) -> None:
+    def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        a, b = x[..., ::2], x[..., 1::2]
+        pairs = torch.stack((a * cos - b * sin, b * cos + a * sin))
+        return (pairs.movedim(0, -1) if moved == "movedim" else pairs.permute(1, 2, 3, 4, 0)).flatten(-2)
+
+    inputs = torch.randn(2, 3, 7, 8, requires_grad=True), torch.randn(7, 4), torch.randn(7, 4)
+    got, backend = compiled(turned, *inputs)
+    assert only(backend).rewritten, backend.why_not()
+    pairs = [(each, *torch.autograd.grad(each.square().sum(), inputs[0])) for each in (got, turned(*inputs))]
+    torch.testing.assert_close(*pairs)
+
+
 def test_a_copy_that_is_stored_over_is_no_other_tensor() -> None:
     def turned(x: Tensor, angles: Tensor) -> Tensor:
         out, (a, b) = x.transpose(1, 2).contiguous(), x.transpose(1, 2).chunk(2, -1)

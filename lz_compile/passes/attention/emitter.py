@@ -193,12 +193,13 @@ class AttentionEmitter(TableEmitter):
         return builder.evaluate(expression, self.region.leaves, self.axes(letters), dtype)
 
     def _centred(self, builder: Builder, query: Any, key: Any) -> tuple[Any, Any, Any]:
-        """Query and key as seen from the mean of the keys, and what the squares of the keys add to scores.
+        """Query and key as seen from the mean of the first keys, and what the squares of the keys add to scores.
 
-        Distances do not change, and numbers stay small: the difference of two large squares has few digits.
+        Distances do not change, and numbers stay small: the difference of two large squares has few digits. The mean of all
+        keys would show everywhere what a mask hides, which is mostly behind; where it is NaN, any place will do.
         """
         roles = self.roles
-        centre = key.mean(2, keepdim=True).detach()
+        centre = key[:, :, :8].mean(2, keepdim=True).detach().nan_to_num(0.0, 0.0, 0.0)
         key = key - centre
         squares = key.to(self._wide()).square().sum(-1)[:, :, None]
         around = centre * float(self.key.factor / self.query.factor)

@@ -94,8 +94,10 @@ def _read(emitter: AttentionEmitter, masks: Masks) -> list[_Leaf]:
             found.append(_leaf(emitter, masks, axes, symbol, 1.0, keeps=factor == symbol))
     for symbol, coefficient in emitter.bias.as_coefficients_dict().items():
         is_term = symbol in emitter.region.leaves and sympy.diff(emitter.bias, symbol).is_number
-        if is_term and float(coefficient) > 0:
-            found.append(_leaf(emitter, masks, axes, symbol, float(coefficient), keeps=True))
+        leaf = _leaf(emitter, masks, axes, symbol, float(coefficient), keeps=True) if is_term else None
+        drops = leaf is not None and (leaf.meaning is None or leaf.meaning.dropped is not None)
+        if leaf is not None and (leaf.factor > 0 or not drops):  # what is subtracted may be linear, and no mask
+            found.append(leaf)
     return found
 
 

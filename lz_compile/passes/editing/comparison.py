@@ -121,6 +121,15 @@ def _behind_last_touch(stretch: Stretch, memory: set[int]) -> int:
     return len(stretch.behind) - last - 1
 
 
+def touched_behind(stretch: Stretch) -> int | None:
+    """How many calls come after the last that touches memory which is written both in a stretch and behind it, if any is.
+
+    What lies there in between is nobody's matter, if nobody reads it: a longer stretch tells.
+    """
+    both = written([*stretch.before, *stretch.after]) & written(stretch.behind)
+    return _behind_last_touch(stretch, both) if both else None
+
+
 def _leaving(stretch: Stretch) -> set[fx.Node]:
     """Nodes that the graph returns, by themselves or as a view, or that its caller has."""
     found = {was.node for was in (*stretch.ahead, *stretch.before) if was.op in ("placeholder", "get_attr")}

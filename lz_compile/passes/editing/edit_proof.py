@@ -20,7 +20,15 @@ from lz_compile.ground.events import trace
 from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.store import Store
 from lz_compile.lowering import frames
-from lz_compile.passes.editing.comparison import WrittenBehind, comparable, differences, exact, of_sums, written
+from lz_compile.passes.editing.comparison import (
+    WrittenBehind,
+    comparable,
+    differences,
+    exact,
+    of_sums,
+    touched_behind,
+    written,
+)
 from lz_compile.passes.editing.stretch import Stretch, edited_stretch, operands_of
 from lz_compile.passes.formula.equal_values import is_torchs
 from lz_compile.passes.graph.effects import Effects
@@ -111,6 +119,10 @@ def _difference(before: Snapshot, after: Snapshot, graph: fx.Graph) -> Verdict:
         except (RuntimeError, TypeError) as error:  # dtypes without arithmetic, out of memory
             trace("an edit cannot be compared", error)
             return Verdict(refuted, "" if refuted else f"its results cannot be compared ({error})")
+        longer = touched_behind(stretch) if differs else None
+        if longer is not None:
+            behind = longer
+            continue
         if not differs or len(stretch.ahead) <= first:
             return Verdict(differs)
         # What was made up may be related: memory holds what others know by name, a call gives what another one gave.

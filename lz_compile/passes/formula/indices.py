@@ -114,7 +114,7 @@ class Indices:
             originals[part] = axis
             self._cut(part, position, originals)
 
-    def index_at(self, node: fx.Node, dims: Dims, by: fx.Node) -> Polynomial | None:
+    def index_at(self, node: fx.Node | list[int], dims: Dims, by: fx.Node) -> Polynomial | None:
         """The one position that a tensor of indices holds: what only readers of values know."""
         return None
 

@@ -141,7 +141,7 @@ class Parts(Region):
     """A region that is read at parts of its tensors; only dimensions of ``features`` are cut.
 
     What is computed from the source is read through, which takes no more numbers of it than ``places``: ``source_symbols``.
-    ``known`` gives the values of constants; ``matrices`` are those that were read for where they are zero.
+    ``known`` gives the values of constants; ``matrices`` are those that were read for where they are zero, and indices.
     """
 
     features: list[Axis] = field(default_factory=list)
@@ -266,8 +266,24 @@ class Parts(Region):
         """A Python integer."""
         return number(value) if isinstance(value, int) else None
 
-    def index_at(self, node: fx.Node, dims: Dims, by: fx.Node) -> None:
-        """Nothing is read at indices that tensors hold."""
+    def index_at(self, node: fx.Node | list[int], dims: Dims, by: fx.Node) -> Polynomial | None:
+        """The position that a list or a constant tensor of indices holds, if those at the place are evenly spaced."""
+        known = Known(torch.tensor(node, device="cpu"), ()) if isinstance(node, list) else self.known(node, by)
+        if isinstance(known, Reason) or known.value.dim() != 1 or int(known.value.min()) < 0:
+            return None
+        values, (offset, terms) = known.value, affine(dims[0])
+        found, at, even = number(int(values[offset])), torch.tensor(offset, device="cpu"), values[offset]
+        for axis, stride in terms:
+            assert isinstance(axis.size, int), "extents of places are known"
+            step = int(values[offset + stride] - values[offset]) if axis.size > 1 else 0
+            counted = torch.arange(axis.size, device="cpu")
+            at, even = at[..., None] + stride * counted, even[..., None] + step * counted
+            found = found + self.place((axis,)).scaled(step)
+        if not torch.equal(values[at], even):
+            return None
+        if isinstance(node, fx.Node):
+            self.matrices[node] = dims, known
+        return found
 
     def through(self, dims: Dims, layout: Callable[[Dims], Dims | None]) -> Dims | None:
         """What a change of layout makes of dims."""

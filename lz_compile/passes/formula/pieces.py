@@ -41,8 +41,8 @@ class Space(Protocol):
     def integer(self, value: Any) -> Polynomial | None:
         """A Python or symbolic integer; None for anything else."""
 
-    def index_at(self, node: fx.Node, dims: Dims, by: fx.Node) -> Polynomial | None:
-        """The one position, none from the end, that a tensor of indices holds; None where it is not known."""
+    def index_at(self, node: fx.Node | list[int], dims: Dims, by: fx.Node) -> Polynomial | None:
+        """The one position, none from the end, that a tensor or list of indices holds; None where it is not known."""
 
     def through(self, dims: Dims, layout: Callable[[Dims], Dims | None]) -> Dims | None:
         """What a change of layout makes of dims."""
@@ -112,7 +112,7 @@ class _Subscript:
 
     def __init__(self, space: Space, call: Call, shape: Sequence[Size], items: list[Any]) -> None:
         self.space, self.call, self.shape, self.items = space, call, shape, items
-        self.tensors = [i for i, item in enumerate(items) if tensor_of(item) is not None]
+        self.tensors = [i for i, item in enumerate(items) if _held(item) is not None]
 
     def source(self, dims: Dims) -> Dims | None:
         """The dims of the input, None where the subscript is not understood."""
@@ -130,8 +130,8 @@ class _Subscript:
             size = self.shape[len(found)]
             place: Polynomial | tuple[Axis, ...] | None
             if position in self.tensors:
-                tensor = known_tensor(item)
-                place = self.space.index_at(item, broadcast_from(gathered, shape_of(tensor)), self.call.node)
+                own = broadcast_from(gathered, shape_of(_held(item)))  # type: ignore[arg-type]  # it is held
+                place = self.space.index_at(item, own, self.call.node)
             elif isinstance(item, slice):
                 if not rest:
                     return None
@@ -145,7 +145,7 @@ class _Subscript:
 
     def _spread_rank(self) -> int | None:
         """How many dimensions the index tensors give together."""
-        tensors = [tensor_of(self.items[position]) for position in self.tensors]
+        tensors = [_held(self.items[position]) for position in self.tensors]
         if any(each is None or each.is_floating_point() or each.dtype in _FLAGS for each in tensors):
             return None
         ranks = {each.dim() for each in tensors if each is not None}
@@ -160,8 +160,13 @@ class _Subscript:
         return places[0] if places == list(range(places[0], places[0] + len(places))) else 0
 
 
+def _held(item: Any) -> torch.Tensor | None:
+    """A tensor of indices, or a list as one."""
+    return torch.tensor(item, device="cpu") if isinstance(item, list) else tensor_of(item)
+
+
 def _is_number(item: Any) -> bool:
-    return item is not None and not isinstance(item, slice) and tensor_of(item) is None
+    return item is not None and not isinstance(item, slice) and _held(item) is None
 
 
 def _sliced(space: Space, item: slice, size: Size, dim: tuple[Axis, ...]) -> Polynomial | tuple[Axis, ...] | None:

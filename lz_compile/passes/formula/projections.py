@@ -22,6 +22,7 @@ from lz_compile.passes.graph.view import EMITTED, Call, known_tensor, reached, t
 
 #: Products that are projections; the last ones with weights of several experts, or over neighbours.
 PRODUCTS = contraction.PRODUCTS | {"grouped_mm", "_grouped_mm", "grouped_mm_fallback", "scaled_mm", "_scaled_mm"}
+PRODUCTS |= {"linalg_multi_dot"}
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 #: How rows and weights are cut out of others, and experts' picked, or are put together.
 _MADE = layout.SPLITS | moves.RULES.keys()
@@ -145,9 +146,12 @@ def projection(
             return None
         if call.name in products:
             is_own = call.name == "linear" or call.name in CONVOLUTIONS
-            return node if is_own or any(_is_weight(effects, each) for each in node.all_input_nodes) else None
+            return node if is_own or any(_is_weight(effects, each) for each in tensor_operands(node)) else None
+        summed = effects.calls.get(call.input) if call.name == "sum" else None
+        if summed is not None and summed.name == "mul":  # a product by hand
+            return node if any(_is_weight(effects, each) for each in tensor_operands(summed.node)) else None
         if call.name in ("add", "sub"):
-            terms = [each for each in node.all_input_nodes if not _is_weight(effects, each)]
+            terms = [each for each in tensor_operands(node) if not _is_weight(effects, each)]
         elif call.name in ("cat", "stack"):  # of the parts of several experts, or of a weight
             terms = _first(call)
         else:
@@ -156,9 +160,9 @@ def projection(
             found = [projection(effects, each, products, left) for each in terms]
             return found[0] if None not in found else None
         if call.name in ("mul", "div"):  # by a number
-            following = node.all_input_nodes[0] if len(node.all_input_nodes) == 1 else None
+            following = tensor_operands(node)[0] if len(tensor_operands(node)) == 1 else None
         else:
-            is_sum = call.name == "sum" and effects.name(call.input) == "stack"
+            is_sum = summed is not None and summed.name == "stack"
             is_through = is_sum or call.name in _MADE or layout.rearranges(call) or is_cast(call)
             following = call.input if is_through else None
         if not isinstance(following, fx.Node):

@@ -155,9 +155,9 @@ class Reader(Indices):
             return everywhere(plain(known))
         return None
 
-    def index_at(self, node: fx.Node, dims: Dims, by: fx.Node) -> Polynomial | None:
+    def index_at(self, node: fx.Node | list[int], dims: Dims, by: fx.Node) -> Polynomial | None:
         """The one position that a tensor of indices holds, where it is none from the end; None where it is not known."""
-        if self._is_rounded(node):
+        if isinstance(node, list) or self._is_rounded(node):
             return None
         value = numeric(self.read(node, dims, by))
         single = None if value is None or not value.is_exact else value.single

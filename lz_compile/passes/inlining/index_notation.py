@@ -1,7 +1,7 @@
-"""An ``einsum`` that sums no products, as the products or sums that it is.
+"""An ``einsum`` that sums no products, as the products or sums that it is, and joins by other names as ``cat`` or ``stack``.
 
 ``einsum("bsd,bs->bsd", x, scale)`` is ``x * scale.unsqueeze(-1)``, ``einsum("...d->...", x)`` is ``x.sum(-1)``: PyTorch
-computes the same, and whoever reads arithmetic reads it.
+computes the same, and whoever reads arithmetic reads it. ``hstack((x, y))`` is ``cat((x, y), 1)``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,16 @@ from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula.layout import Notation, notation
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter
-from lz_compile.passes.graph.view import known_tensor, read
+from lz_compile.passes.graph.view import Call, known_tensor, read, tensor_of
+
+#: Joins, with the dimension along which they join tensors of how many dimensions at least; those of one less get a new one.
+_JOINS = {"vstack": (0, 2), "row_stack": (0, 2), "hstack": (1, 2), "column_stack": (1, 2), "dstack": (2, 3)}
 
 
 def spell_out_notation(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     """Spell such calls out, in place, where they may be edited; how many there were."""
-    nodes = [call.node for node in graph.nodes if (call := read(node)) is not None and call.name == "einsum"]
+    spelled = {"einsum", *_JOINS}
+    nodes = [call.node for node in graph.nodes if (call := read(node)) is not None and call.name in spelled]
     effects = Effects(graph) if nodes else None
     return sum(_spelled(node, effects, may_edit) for node in nodes if effects is not None)
 
@@ -36,19 +40,16 @@ def _sums_no_products(said: Notation) -> bool:
 def _spelled(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
     """Whether a call is spelled out: not where autocast would cast the one and not the other."""
     call, ambient, old, before = read(node), effects.ambient(node), known_tensor(node), node.prev
-    said = None if call is None else notation(call)
-    if said is None or not _sums_no_products(said) or ambient.is_transformed or ambient.autocast:
+    if call is None or ambient.is_transformed or ambient.autocast:
         return False
     emit = Emitter(node.graph, old.fake_mode, ambient, node)  # type: ignore[attr-defined]
-    summed = [label for label in said.labels[0] if label not in said.result]
-    order = [*said.result, *summed]
     with node.graph.inserting_before(node):
-        values = [_placed(*each, order, emit) for each in zip(said.operands, said.labels, strict=True)]
-        value = values[0] if len(values) == 1 else emit.call(torch.mul, *values)
-        value = emit.call("sum", value, list(range(len(said.result), len(order)))) if summed else value
+        value = _joined(call, emit) if call.name in _JOINS else _arithmetic(call, emit)
+    if value is None:
+        return False
     new = known_tensor(value)
     is_alike = (new.dtype, shape_of(new), strides_of(new)) == (old.dtype, shape_of(old), strides_of(old))
-    if value in said.operands or not is_alike or not may_edit(node):
+    if value in node.all_input_nodes or not is_alike or not may_edit(node):
         while node.prev is not before:
             node.graph.erase_node(node.prev)
         return False
@@ -56,6 +57,30 @@ def _spelled(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
     node.replace_all_uses_with(value)
     node.graph.erase_node(node)
     return True
+
+
+def _arithmetic(call: Call, emit: Emitter) -> fx.Node | None:
+    """The product or sum that an ``einsum`` is, None where it sums products."""
+    said = notation(call)
+    if said is None or not _sums_no_products(said):
+        return None
+    summed = [label for label in said.labels[0] if label not in said.result]
+    order = [*said.result, *summed]
+    values = [_placed(*each, order, emit) for each in zip(said.operands, said.labels, strict=True)]
+    value = values[0] if len(values) == 1 else emit.call(torch.mul, *values)
+    return emit.call("sum", value, list(range(len(said.result), len(order)))) if summed else value
+
+
+def _joined(call: Call, emit: Emitter) -> fx.Node | None:
+    """What such a join is: ``hstack`` joins vectors along the one dimension that they have."""
+    tensors = call.get("tensors", call.input)
+    known = [tensor_of(each) for each in tensors] if isinstance(tensors, (tuple, list)) else []
+    ranks = {0 if each is None else each.dim() for each in known}
+    rank = min(ranks, default=0)
+    dim, least = (0, 1) if call.name == "hstack" and rank == 1 else _JOINS[call.name]
+    if len(ranks) != 1 or rank < max(least - 1, 1) or "out" in call.arguments:
+        return None
+    return emit.call(torch.cat if rank >= least else torch.stack, tensors, dim)
 
 
 def _placed(operand: fx.Node, names: Sequence[str], order: Sequence[str], emit: Emitter) -> fx.Node:

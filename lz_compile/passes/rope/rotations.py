@@ -8,6 +8,7 @@ that are left, which do not depend on the source.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -105,7 +106,7 @@ def read(effects: Effects, source: fx.Node, output: fx.Node, known: Values) -> R
     shape = shape_of(tensor_of(output))  # type: ignore[arg-type]
     edge = Edge(effects, source)
     kept = _kept(effects, edge, output, shape)
-    cuts = _cuts(shape) if not kept else _cuts_of_part(shape, kept)
+    cuts = itertools.chain(_cuts(shape), _cuts_ahead(shape)) if not kept else _cuts_of_part(shape, kept)
     found = (_try(_parts(effects, edge, cut, known), source, output, cut) for cut in cuts)
     return next((each for each in found if each is not None), None)
 
@@ -263,6 +264,14 @@ def _cut(rows: Shape, count: int, is_interleaved: bool, is_apart: bool) -> _Cut:
         return (*given, (order[0],), (order[1],)) if is_apart else (*given, order)
 
     return _Cut(given, pairs, (dims(Fixed(2, 0)), dims(Fixed(2, 1))), pair, is_interleaved, dims(pair))
+
+
+def _cuts_ahead(shape: Shape) -> Iterator[_Cut]:
+    """A pair may also be ahead of all: where its halves are stacked, and moved to where they belong later."""
+    if len(shape) > 2 and shape[0] == 2 and isinstance(shape[-1], int) and shape[-1] > 1:
+        rows, pairs, pair = fresh(shape[1:-1]), Axis(shape[-1]), Axis(2)
+        first, second, whole = (((own,), *rows, (pairs,)) for own in (Fixed(2, 0), Fixed(2, 1), pair))
+        yield _Cut(rows, pairs, (first, second), pair, True, whole)
 
 
 def _cuts_of_part(shape: Shape, kept: Sequence[range]) -> Iterator[_Cut]:
