@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import _profiler_enabled
+from torch.autograd import forward_ad
 
 from lz_compile.errors import GradientUnsupportedError, KernelExecutionError, OperatorRedefinedError
 from lz_compile.ground import health, hooks
@@ -72,7 +73,8 @@ def opaque(
 
     Raises:
         OperatorRedefinedError: the name stands for other functions already.
-        GradientUnsupportedError: (when called) gradients are recorded and an input requires one that nothing computes.
+        GradientUnsupportedError: (when called) gradients are recorded and an input requires one that nothing computes, or
+            it has a tangent.
     """
     identity = (*map(_identity, (function, fake, fallback, backward)), kernel_id, is_cuda_graph_safe)
     known = _defined.get(name)
@@ -130,7 +132,7 @@ def _directly(operator: torch._ops.OpOverload, run: Callable[..., Any]) -> Calla
     """``operator`` without PyTorch's dispatcher, which takes longer than some kernels, where nobody but it is on the way."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() or _profiler_enabled() or _len_torch_dispatch_stack():
+        if torch.is_grad_enabled() or is_forward() or _profiler_enabled() or _len_torch_dispatch_stack():
             return operator(*args, **kwargs)
         return run(*args, **kwargs)
 
@@ -159,9 +161,11 @@ def _waiting(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_gradients(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, refusing tensors that require a gradient: its result would silently have none."""
+    """``call``, refusing tensors that require a gradient or have a tangent: its result would silently have none."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
+        if is_forward():
+            _refuse_tangents(name, (*args, *kwargs.values()))
         if torch.is_grad_enabled():
             _refuse_gradients(name, (*args, *kwargs.values()))
         return call(*args, **kwargs)
@@ -176,6 +180,18 @@ def _refuse_gradients(name: str, operands: tuple[Any, ...], first: int = 0) -> N
             raise GradientUnsupportedError(f"{_NAMESPACE}::{name}", position)
 
 
+def is_forward() -> bool:
+    """Whether derivatives are computed in forward mode, also by ``torch.func.jvp``."""
+    return forward_ad._current_level >= 0
+
+
+def _refuse_tangents(name: str, operands: tuple[Any, ...]) -> None:
+    for position, operand in enumerate(operands):
+        tensors = operand if isinstance(operand, (list, tuple)) else (operand,)
+        if any(isinstance(each, torch.Tensor) and forward_ad.unpack_dual(each).tangent is not None for each in tensors):
+            raise GradientUnsupportedError(f"{_NAMESPACE}::{name}", position, is_forward=True)
+
+
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
@@ -184,6 +200,8 @@ def _differentiable(name: str, kernel: torch._ops.OpOverload, backward: torch._o
     count = len(backward._schema.returns)
 
     def call(*operands: Any) -> Any:
+        if is_forward():
+            _refuse_tangents(name, operands)
         if not torch.is_grad_enabled():
             return kernel(*operands)
         _refuse_gradients(name, operands, first=count)
