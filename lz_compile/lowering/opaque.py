@@ -94,7 +94,7 @@ def opaque(
         call = _differentiable(name, kernel, reverse)
         record(f"{name}_kernel", functools.partial(_Recorded.apply, kernel, reverse))
     schema = torch.library.infer_schema(function, mutates_args=())
-    operator = define(name, schema, call)
+    operator = define(name, schema, _without_tangents(name, call))
     _defined[name] = _Definition(operator, identity, kernel_id)
     return operator
 
@@ -124,16 +124,17 @@ def _define_kernel(
     schema = torch.library.infer_schema(function, mutates_args=())
     operator = _define(name, schema, (*_TAGS, *tags), checked, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    operator.directly = _directly(operator, run)  # type: ignore[attr-defined]  # what Inductor's code calls
+    operator.directly = _directly(name, operator, run)  # type: ignore[attr-defined]  # what Inductor's code calls
     return operator
 
 
-def _directly(operator: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
+def _directly(name: str, operator: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
     """``operator`` without PyTorch's dispatcher, which takes longer than some kernels, where nobody but it is on the way."""
+    dispatched = _without_tangents(name, operator)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() or is_forward() or _profiler_enabled() or _len_torch_dispatch_stack():
-            return operator(*args, **kwargs)
+            return dispatched(*args, **kwargs)
         return run(*args, **kwargs)
 
     return call
@@ -161,11 +162,9 @@ def _waiting(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _without_gradients(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-    """``call``, refusing tensors that require a gradient or have a tangent: its result would silently have none."""
+    """``call``, refusing tensors that require a gradient: its result would silently have none."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if is_forward():
-            _refuse_tangents(name, (*args, *kwargs.values()))
         if torch.is_grad_enabled():
             _refuse_gradients(name, (*args, *kwargs.values()))
         return call(*args, **kwargs)
@@ -180,16 +179,26 @@ def _refuse_gradients(name: str, operands: tuple[Any, ...], first: int = 0) -> N
             raise GradientUnsupportedError(f"{_NAMESPACE}::{name}", position)
 
 
+def _without_tangents(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, refusing tensors that have a tangent: its result would silently have none."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if is_forward():
+            for position, operand in enumerate((*args, *kwargs.values())):
+                if any(map(_has_tangent, operand if isinstance(operand, (list, tuple)) else (operand,))):
+                    raise GradientUnsupportedError(f"{_NAMESPACE}::{name}", position, is_forward=True)
+        return call(*args, **kwargs)
+
+    return checked
+
+
 def is_forward() -> bool:
     """Whether derivatives are computed in forward mode, also by ``torch.func.jvp``."""
-    return forward_ad._current_level >= 0
+    return forward_ad._current_level >= 0 and not torch.is_inference_mode_enabled()
 
 
-def _refuse_tangents(name: str, operands: tuple[Any, ...]) -> None:
-    for position, operand in enumerate(operands):
-        tensors = operand if isinstance(operand, (list, tuple)) else (operand,)
-        if any(isinstance(each, torch.Tensor) and forward_ad.unpack_dual(each).tangent is not None for each in tensors):
-            raise GradientUnsupportedError(f"{_NAMESPACE}::{name}", position, is_forward=True)
+def _has_tangent(operand: Any) -> bool:
+    return isinstance(operand, torch.Tensor) and forward_ad.unpack_dual(operand).tangent is not None
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
@@ -200,8 +209,6 @@ def _differentiable(name: str, kernel: torch._ops.OpOverload, backward: torch._o
     count = len(backward._schema.returns)
 
     def call(*operands: Any) -> Any:
-        if is_forward():
-            _refuse_tangents(name, operands)
         if not torch.is_grad_enabled():
             return kernel(*operands)
         _refuse_gradients(name, operands, first=count)
