@@ -133,7 +133,12 @@ def _directly(name: str, operator: torch._ops.OpOverload, run: Callable[..., Any
     dispatched = _without_tangents(name, operator)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() or is_forward() or _profiler_enabled() or _len_torch_dispatch_stack():
+        if (
+            torch.is_grad_enabled()
+            or forward_ad._current_level >= 0
+            or _profiler_enabled()
+            or _len_torch_dispatch_stack()
+        ):
             return dispatched(*args, **kwargs)
         return run(*args, **kwargs)
 
