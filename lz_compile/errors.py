@@ -55,13 +55,17 @@ def no_such(what: str, name: object, valid: Iterable[str], where: str = "") -> s
 
 
 class GradientUnsupportedError(LayerZeroError, RuntimeError):
-    """A kernel without a backward is given an input that requires a gradient, while gradients are recorded."""
+    """A kernel is given an input that wants a derivative, forwards or backwards, which it does not compute."""
 
-    def __init__(self, operator: str, position: int) -> None:
-        super().__init__(
-            f"calling {operator}: expected inputs without gradients, for it has no backward; argument {position} requires "
-            "one. Call it under torch.no_grad(), or choose a kernel that supports 'training'"
+    def __init__(self, operator: str, position: int, *, is_forward: bool = False) -> None:
+        wanted = (
+            f"tangents, for it has no derivative in forward mode; argument {position} has one. Differentiate backwards, "
+            "or write the call out in PyTorch"
+            if is_forward
+            else f"gradients, for it has no backward; argument {position} requires one. Call it under torch.no_grad(), or "
+            "choose a kernel that supports 'training'"
         )
+        super().__init__(f"calling {operator}: expected inputs without {wanted}")
 
 
 class DoubleBackwardError(LayerZeroError, RuntimeError):

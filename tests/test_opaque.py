@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache, run_and_get_code
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lz_compile.errors import GradientUnsupportedError, OperatorRedefinedError
@@ -250,6 +251,33 @@ def test_inputs_that_want_a_gradient_are_refused():
         with torch.no_grad():
             assert not operator(left, right, None).requires_grad
     assert not WEIGHTED(left, right.detach(), None).requires_grad
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize("operator", [WEIGHTED, SQUARED], ids=["without a backward", "with one"])
+def test_inputs_that_have_a_tangent_are_refused(operator, mode):
+    x, others = torch.randn(4, 4), (torch.randn(4, 4), None) if operator is WEIGHTED else ()
+    message = r"_for_tests(_kernel)?: expected inputs without tangents.* argument 0 has one"
+    with mode(), pytest.raises(GradientUnsupportedError, match=message):
+        torch.func.jvp(lambda x: operator(x, *others), (x,), (x,))
+    with mode(), forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, x)
+        for call in (operator, _inner(operator).directly):
+            with pytest.raises(GradientUnsupportedError, match=message):
+                call(dual, *others)
+        assert torch.equal(operator(x, *others), _inner(operator)(x, *others))  # nothing of it has a tangent
+        with torch.inference_mode():  # where nothing has
+            _inner(operator).directly(dual, *others)
+
+
+def test_compiled_code_refuses_tangents_and_not_what_has_none():
+    x = torch.randn(3, 4)
+    with forward_ad.dual_level(), torch.no_grad():
+        run = torch.compile(lambda x: SQUARED(x.sin()) + SQUARED(x), backend=backend())
+        for _ in range(2):  # the first call is watched by PyTorch
+            torch.testing.assert_close(run(x), x.sin().square() + x.square())
+        with pytest.raises(GradientUnsupportedError, match="argument 0 has one"):
+            run(forward_ad.make_dual(x, x))
 
 
 def test_inputs_that_want_a_gradient_are_refused_in_compiled_code():

@@ -183,6 +183,8 @@ def test_a_priority_says_what_to_expect_of_a_kernel_that_was_never_measured(prio
         ({"kernel_id": "Not An Id"}, "regex"),
         ({"kernel_id": "inductor"}, "that name leaves an operation to Inductor"),
         ({"max_head_dim": "many"}, "Expected `int | null`, got `str`"),
+        ({"limits": {"head_dims": (1, 8)}}, "limits: no size 'head_dims'"),
+        ({"multiples": {"seq_len_k": 0}}, "Expected `int` >= 1"),
     ],
 )
 def test_a_wrong_argument_is_refused_with_the_nearest_valid_one(changes, text):
@@ -385,14 +387,18 @@ def test_a_traceable_function_becomes_part_of_the_graph():
     assert any("scaled_dot_product" in str(node.target) for node in graph.graph.nodes)
 
 
-def test_a_traceable_function_may_make_tensors_of_numbers():
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_a_traceable_function_may_make_tensors_of_numbers(is_dynamic):
     def positions(x, attrs):
         query, key = (torch.arange(each.shape[2], device=each.device) for each in (x.query, x.key))
         shifted = x.query @ x.key.mT * attrs.scale + query[:, None].float()  # a shift of all scores of a row
-        return shifted.masked_fill(key < torch.zeros(1), torch.tensor(-math.inf)).softmax(-1) @ x.value
+        return (
+            shifted.masked_fill(key < torch.zeros((x.key.shape[2], 1))[:, 0], torch.tensor(-math.inf)).softmax(-1)
+            @ x.value
+        )
 
     register(positions, is_traceable=True)
-    (graph,) = compiled(attention, *operands()).graphs
+    (graph,) = compiled(attention, *operands(), dynamic=is_dynamic).graphs
     assert sum(node.target is torch.arange for node in graph.graph.nodes) >= 2
 
 
@@ -420,6 +426,21 @@ def test_a_traceable_function_may_have_gradients():
     register(sdpa, is_traceable=True, supports=["training"])
     backend = compiled(attention, *operands(requires_grad=True))
     assert backend.report.matches[0].validation["grad_error"] is not None
+
+
+@pytest.mark.parametrize(
+    ("limit", "text"),
+    [
+        ({"limits": {"seq_len_k": (8, None)}}, f"seq_len_k 7, {ID} takes 8..any"),
+        ({"multiples": {"seq_len_k": 4}}, f"seq_len_k 7, {ID} takes multiples of 4"),
+    ],
+)
+def test_any_size_may_be_limited(limit, text):
+    register(sdpa, **limit)
+    backend = Rewriting(lock=LOCK)
+    torch.compile(attention, backend=backend)(*operands())
+    assert any(text in reason.message for reason in backend.report.matches[0].reasons)
+    compiled(attention, *operands(keys=8))
 
 
 def test_an_opaque_function_is_not_taken_where_gradients_are_wanted():

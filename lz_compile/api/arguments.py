@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.autograd import forward_ad
 
 from lz_compile.errors import ArgumentError
 from lz_compile.ground.hardware import default_device
 from lz_compile.ground.records import first_line
 from lz_compile.ground.sizes import is_one
+from lz_compile.lowering.opaque import is_forward
 
 #: What the elements of an operand are: floating-point numbers of 16 bits or more (``inexact``: or complex ones; ``stored``:
 #: or numbers of eight bits; ``bytes``: or any eight bits), truth values, whole numbers (``index``: that PyTorch indexes
@@ -270,7 +270,7 @@ def is_watched() -> bool:
 
 def is_transformed() -> bool:
     """Whether a transform of ``torch.func``, or forward-mode differentiation, looks on."""
-    return forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    return is_forward() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 #: Numbers of eight bits that are stored.

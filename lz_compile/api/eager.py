@@ -23,6 +23,7 @@ from lz_compile.errors import KernelExecutionError, NoKernelFoundError
 from lz_compile.ground import events, health, hooks, memory
 from lz_compile.ground.records import Reason
 from lz_compile.lowering.attention_attributes import AttentionAttrs
+from lz_compile.lowering.opaque import is_forward
 from lz_compile.lowering.ops.attention import Operands
 from lz_compile.runtime.choose.calls import SDPA, eager_kernel, needs_compile
 from lz_compile.runtime.choose.decision_cache import DecisionCache
@@ -128,7 +129,7 @@ def _has_choice(op: str, platform: str, never: frozenset[str], _version: int) ->
 def kernel_for(
     op: str, attributes: Any, facts: Any, device: torch.device, operands: Mapping[str, Any] | None = None
 ) -> KernelSpec | None:
-    """The kernel of another op for an eager call, None for PyTorch's own.
+    """The kernel of another op for an eager call, None for PyTorch's own: always in forward mode, which ours do not know.
 
     With ``operands``, those of the call by name, a kernel that is not shipped with this package is proven on them first.
 
@@ -138,6 +139,8 @@ def kernel_for(
         NoKernelFoundError: no kernel can run, and falling back is switched off.
         ConfigError: the configuration is wrong.
     """
+    if is_forward():
+        return None
     is_proven = operands is not None
     names = (*_versions(op), op, attributes, facts, device, torch.are_deterministic_algorithms_enabled(), is_proven)
     present = policy.current()

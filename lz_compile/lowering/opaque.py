@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch._C import _len_torch_dispatch_stack
 from torch._C._autograd import _profiler_enabled
+from torch.autograd import forward_ad
 
 from lz_compile.errors import GradientUnsupportedError, KernelExecutionError, OperatorRedefinedError
 from lz_compile.ground import health, hooks
@@ -72,7 +73,8 @@ def opaque(
 
     Raises:
         OperatorRedefinedError: the name stands for other functions already.
-        GradientUnsupportedError: (when called) gradients are recorded and an input requires one that nothing computes.
+        GradientUnsupportedError: (when called) gradients are recorded and an input requires one that nothing computes, or
+            it has a tangent.
     """
     identity = (*map(_identity, (function, fake, fallback, backward)), kernel_id, is_cuda_graph_safe)
     known = _defined.get(name)
@@ -92,7 +94,7 @@ def opaque(
         call = _differentiable(name, kernel, reverse)
         record(f"{name}_kernel", functools.partial(_Recorded.apply, kernel, reverse))
     schema = torch.library.infer_schema(function, mutates_args=())
-    operator = define(name, schema, call)
+    operator = define(name, schema, _without_tangents(name, call))
     _defined[name] = _Definition(operator, identity, kernel_id)
     return operator
 
@@ -122,16 +124,22 @@ def _define_kernel(
     schema = torch.library.infer_schema(function, mutates_args=())
     operator = _define(name, schema, (*_TAGS, *tags), checked, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_LIBRARY)
-    operator.directly = _directly(operator, run)  # type: ignore[attr-defined]  # what Inductor's code calls
+    operator.directly = _directly(name, operator, run)  # type: ignore[attr-defined]  # what Inductor's code calls
     return operator
 
 
-def _directly(operator: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
+def _directly(name: str, operator: torch._ops.OpOverload, run: Callable[..., Any]) -> Callable[..., Any]:
     """``operator`` without PyTorch's dispatcher, which takes longer than some kernels, where nobody but it is on the way."""
+    dispatched = _without_tangents(name, operator)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled() or _profiler_enabled() or _len_torch_dispatch_stack():
-            return operator(*args, **kwargs)
+        if (
+            torch.is_grad_enabled()
+            or forward_ad._current_level >= 0
+            or _profiler_enabled()
+            or _len_torch_dispatch_stack()
+        ):
+            return dispatched(*args, **kwargs)
         return run(*args, **kwargs)
 
     return call
@@ -174,6 +182,28 @@ def _refuse_gradients(name: str, operands: tuple[Any, ...], first: int = 0) -> N
         tensors = operand if isinstance(operand, (list, tuple)) else (operand,)
         if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
             raise GradientUnsupportedError(f"{_NAMESPACE}::{name}", position)
+
+
+def _without_tangents(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    """``call``, refusing tensors that have a tangent: its result would silently have none."""
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if is_forward():
+            for position, operand in enumerate((*args, *kwargs.values())):
+                if any(map(_has_tangent, operand if isinstance(operand, (list, tuple)) else (operand,))):
+                    raise GradientUnsupportedError(f"{_NAMESPACE}::{name}", position, is_forward=True)
+        return call(*args, **kwargs)
+
+    return checked
+
+
+def is_forward() -> bool:
+    """Whether derivatives are computed in forward mode, also by ``torch.func.jvp``."""
+    return forward_ad._current_level >= 0 and not torch.is_inference_mode_enabled()
+
+
+def _has_tangent(operand: Any) -> bool:
+    return isinstance(operand, torch.Tensor) and forward_ad.unpack_dual(operand).tangent is not None
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------

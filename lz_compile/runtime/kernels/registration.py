@@ -47,6 +47,8 @@ def register_kernel(
     max_head_dim: int | None = None,
     head_dim_multiple: int = 1,
     max_seq_len: int | None = None,
+    limits: Mapping[str, tuple[int, int | None]] | None = None,
+    multiples: Mapping[str, int] | None = None,
     requires_layouts: Iterable[str] = ("BHSD",),
     produces_layout: str | None = None,
     requires_last_dim_stride1: bool = False,
@@ -91,6 +93,8 @@ def register_kernel(
         max_head_dim: the largest head dim.
         head_dim_multiple: what a head dim must be a multiple of.
         max_seq_len: the longest sequence.
+        limits: the least and the most of any size by its name, ``{"vocab_size": (1, 4096)}``; None for any.
+        multiples: what a size must be a multiple of, by its name.
         requires_layouts: ``BHSD`` or ``BSHD``: how it takes query, key and value of an attention.
         produces_layout: how it gives its result, by default as it takes the query.
         requires_last_dim_stride1: features must lie next to one another.
@@ -191,6 +195,7 @@ def _described(kernel_id: str, function: Callable[..., Any], given: dict[str, An
     """The kernel as a descriptor of its own would describe it, checked in the same way."""
     values = {name: value for name, value in given.items() if name not in ("operation", "platform", "supported_dtypes")}
     package, backend_version = values.pop("package"), values.pop("backend_version")
+    values |= {name: given[name] or {} for name in ("limits", "multiples")}
     values["platforms"] = _known(kernel_id, "platform", given["platform"], get_args(capabilities.Platform))
     values["dtypes"] = _known(kernel_id, "dtype", given["supported_dtypes"], get_args(capabilities.Dtype))
     produced, required = values.pop("produces_layout"), given["requires_layouts"]
