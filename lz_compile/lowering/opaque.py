@@ -53,6 +53,7 @@ def opaque(
     backward: Callable[..., Any] | None = None,
     kernel_id: str | None = None,
     is_cuda_graph_safe: bool = False,
+    has_exact_strides: bool = False,
 ) -> Callable[..., Any]:
     """``function`` as one node of a compiled graph: called with tensors it runs, called with proxies it adds a call.
 
@@ -70,13 +71,15 @@ def opaque(
             computes itself. Inputs after those must not want a gradient.
         kernel_id: under which name a failing ``function`` is retired, by default ``name``.
         is_cuda_graph_safe: whether CUDA graphs may capture it; otherwise Inductor leaves it out of them.
+        has_exact_strides: whether operands lie as the ``eager_input_vals`` of a call say, lists of tensors included (of which
+            PyTorch 2.11 keeps not even the order of strides).
 
     Raises:
         OperatorRedefinedError: the name stands for other functions already.
         GradientUnsupportedError: (when called) gradients are recorded and an input requires one that nothing computes, or
             it has a tangent.
     """
-    identity = (*map(_identity, (function, fake, fallback, backward)), kernel_id, is_cuda_graph_safe)
+    identity = (*map(_identity, (function, fake, fallback, backward)), kernel_id, is_cuda_graph_safe, has_exact_strides)
     known = _defined.get(name)
     if known is not None:
         if known.identity != identity:
@@ -84,7 +87,8 @@ def opaque(
         return known.operator
     run = _waiting(function) if fallback is None else guarded(kernel_id or name, function, fallback)
     unsafe = () if is_cuda_graph_safe else (torch.Tag.cudagraph_unsafe,)
-    kernel = _define_kernel(f"{name}_kernel", function, run, _without_gradients(name, run), fake, unsafe)
+    tags = (*unsafe, torch.Tag.needs_exact_strides) if has_exact_strides else unsafe
+    kernel = _define_kernel(f"{name}_kernel", function, run, _without_gradients(name, run), fake, tags)
     call = _without_gradients(name, kernel)
     if backward is not None:
         full = f"{name}_backward"

@@ -119,7 +119,7 @@ def _fake(tensors: Sequence[torch.Tensor], numbers: Sequence[int], step: str) ->
     return [*finals, *(first.new_empty((first.shape[0], *own), dtype=kind) for own, kind in _of_a_step(shapes, told))]
 
 
-opaque("step_loop", _run, _fake)
+opaque("step_loop", _run, _fake, has_exact_strides=True)  # which the code of a step asserts
 
 
 # ---- scans that become such loops ---------------------------------------------------------------------------------------
@@ -145,6 +145,7 @@ def call_kernels(module: fx.GraphModule) -> None:
                 torch.ops.layerzero.step_loop_kernel.default, ([*init, *xs, *tensors], numbers, step)
             )
         found.meta.update(node.meta)
+        found.meta["eager_input_vals"] = fx.map_arg(found.args, _value), {}
         node.replace_all_uses_with(found)
         module.graph.erase_node(node)
         if not callee.users:
