@@ -186,12 +186,26 @@ def loaded(code: Code, pickled: bytes, inputs: list[Any]) -> Callable[..., Any]:
     }
     graph.post_compile(inputs, constants, given)
     config: Any = entry.sanitized_aot_config
-    run = entry._apply_runtime_wrappers(_called(graph.current_callable), None, False, config)
+    entry.compiled_fw = cast("Any", _Loaded(_called(graph.current_callable)))
+    run = entry.wrap_post_compile(inputs, config, given)
 
     def compiled(*arguments: Any) -> Any:
         return run([*arguments])
 
     return compiled
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A forward pass that is there, as AOTAutograd asks for what lies in Inductor's cache."""
+
+    call: Callable[..., Any]
+
+    def load(self, _inputs: list[Any]) -> Callable[..., Any]:
+        return self.call
+
+    def post_compile(self, call: Callable[..., Any], _given: Any) -> Callable[..., Any]:
+        return call
 
 
 def _called(function: Any) -> Callable[..., Any]:
