@@ -277,6 +277,9 @@ def _kernel_problems(op: str, kernel: Kernel) -> Iterator[str]:
         first, last = getattr(kernel, least), getattr(kernel, most)
         if first is not None and last is not None and first > last:
             yield f"{least} {first} is above {most} {last}"
+    for name, (first, last) in kernel.limits.items():
+        if last is not None and first > last:
+            yield f"limits: {name} is to be at least {first}, and at most {last}"
     named = {("prior", name) for row in kernel.prior for name in row.limits}
     named |= {(field, name) for field in ("multiples", "limits") for name in getattr(kernel, field)}
     for field, name in sorted(each for each in named if each[1] not in dim_names(op)):
