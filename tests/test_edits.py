@@ -486,6 +486,23 @@ def test_what_is_written_again_before_it_is_read_may_have_been_anything(place: i
     assert ("is off by" in told) == refutes
 
 
+def test_what_is_written_again_behind_a_call_that_cannot_be_run_refutes_an_edit() -> None:
+    def program(x: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
+        out = torch.zeros_like(x)
+        out[:, :1] = torch.cos(x[:, :1])
+        factor = torch.linalg.cholesky(out[0, :2, :2] * 0 + x[0, :2, :2])  # of few random numbers
+        out[:, 1:] = a
+        return out, factor
+
+    def edit(module: fx.GraphModule) -> None:
+        module.graph.erase_node(node_of(module, operator.setitem))
+
+    x = torch.eye(4).expand(2, -1, -1)
+    told, unproven = edited(program, edit, x, torch.ones(4))
+    assert "is off by" in told
+    assert not unproven
+
+
 @pytest.mark.parametrize("name", ["by a view", "by itself", "never"])
 def test_memory_that_nobody_reads_again_may_hold_anything(name: str) -> None:
     """What is written out of place leaves the memory as it was, which a view of it shows, however little runs."""

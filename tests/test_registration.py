@@ -184,6 +184,7 @@ def test_a_priority_says_what_to_expect_of_a_kernel_that_was_never_measured(prio
         ({"kernel_id": "inductor"}, "that name leaves an operation to Inductor"),
         ({"max_head_dim": "many"}, "Expected `int | null`, got `str`"),
         ({"limits": {"head_dims": (1, 8)}}, "limits: no size 'head_dims'"),
+        ({"limits": {"head_dim": (8, 1)}}, "limits: the least head_dim 8 is above the most 1"),
         ({"multiples": {"seq_len_k": 0}}, "Expected `int` >= 1"),
     ],
 )

@@ -478,3 +478,11 @@ def test_values_are_given_where_strides_are_symbolic() -> None:
     torch.testing.assert_close(run(torch.compile(model, backend=backend)), run(model))
     assert [graph.matches[0].rewritten for graph in backend.report.graphs] == [True, True], backend.why_not()
     assert not backend.report.events, backend.why_not()
+
+
+def test_what_is_written_in_place_may_have_no_elements() -> None:
+    torch._dynamo.reset()
+    backend = Rewriting()
+    found = torch.compile(lambda x: torch.cat((x, x)).mul_(2), backend=backend, fullgraph=True)(torch.ones(0))
+    assert not backend.report.events
+    assert found.shape == (0,)

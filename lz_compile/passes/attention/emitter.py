@@ -193,13 +193,16 @@ class AttentionEmitter(TableEmitter):
         return builder.evaluate(expression, self.region.leaves, self.axes(letters), dtype)
 
     def _centred(self, builder: Builder, query: Any, key: Any) -> tuple[Any, Any, Any]:
-        """Query and key as seen from the mean of the first keys, and what the squares of the keys add to scores.
+        """Query and key as seen from the median of the first keys, and what the squares of the keys add to scores.
 
-        Distances do not change, and numbers stay small: the difference of two large squares has few digits. The mean of all
-        keys would show everywhere what a mask hides, which is mostly behind; where it is NaN, any place will do.
+        Distances do not change, and numbers stay small: the difference of two large squares has few digits. What a mask
+        hides is mostly behind, and may be anything: of one large key, a mean would be large, and all digits lost. (PyTorch's
+        own median is not deterministic on a GPU.)
         """
         roles = self.roles
-        centre = key[:, :, :8].mean(2, keepdim=True).detach().nan_to_num(0.0, 0.0, 0.0)
+        count = min(keys, 8) if isinstance(keys := self.lengths()[1], int) else 8
+        middle = key[:, :, :8].detach().sort(2)[0][:, :, (count - 1) // 2 : count // 2 + 1]
+        centre = middle.mean(2, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
         key = key - centre
         squares = key.to(self._wide()).square().sum(-1)[:, :, None]
         around = centre * float(self.key.factor / self.query.factor)

@@ -121,7 +121,7 @@ def _difference(before: Snapshot, after: Snapshot, graph: fx.Graph) -> Verdict:
             return Verdict(refuted, "" if refuted else f"its results cannot be compared ({error})")
         longer = touched_behind(stretch) if differs else None
         if longer is not None:
-            behind = longer
+            refuted, behind = differs, longer  # what cannot be run that far stays refuted
             continue
         if not differs or len(stretch.ahead) <= first:
             return Verdict(differs)

@@ -84,12 +84,6 @@ class _NumberProxy(fx.Proxy):
         return float(self.node.meta["example_value"])
 
 
-class _SizeProxy(_NumberProxy, torch.SymInt):
-    """A symbolic size, which PyTorch's own functions take for one: ``torch.arange(size)`` comes to :class:`Making`."""
-
-    __init__ = _NumberProxy.__init__
-
-
 class _Tracer(GraphAppendingTracer):
     """Gives every new node its example value (and thereby shape, dtype and strides) as soon as it is made."""
 
@@ -103,9 +97,7 @@ class _Tracer(GraphAppendingTracer):
         return node
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        if tensor_of(node) is not None:
-            return TensorProxy(node, self)
-        return (_SizeProxy if isinstance(node.meta.get("example_value"), torch.SymInt) else _NumberProxy)(node, self)
+        return (_NumberProxy if tensor_of(node) is None else TensorProxy)(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         return bool(obj.node.meta["example_value"])

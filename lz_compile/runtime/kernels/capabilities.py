@@ -262,6 +262,9 @@ def _problems(descriptor: Descriptor) -> Iterator[str]:
         yield "backend_version needs the package whose version it is about"
 
 
+_BOUNDS = (("min_sm", "max_sm"), ("min_head_dim", "max_head_dim"))
+
+
 def _kernel_problems(op: str, kernel: Kernel) -> Iterator[str]:
     for field in ("platforms", "dtypes", "requires_layouts", "supports"):
         values = getattr(kernel, field)
@@ -273,8 +276,9 @@ def _kernel_problems(op: str, kernel: Kernel) -> Iterator[str]:
                 yield f"{field} needs the platform cuda or rocm"
     if "cpu" not in kernel.platforms and kernel.requires_isa:
         yield "requires_isa needs the platform cpu"
-    for least, most in (("min_sm", "max_sm"), ("min_head_dim", "max_head_dim")):
-        first, last = getattr(kernel, least), getattr(kernel, most)
+    bounds = [(a, getattr(kernel, a), b, getattr(kernel, b)) for a, b in _BOUNDS]
+    bounds += [(f"limits: the least {name}", of[0], "the most", of[1]) for name, of in kernel.limits.items()]
+    for least, first, most, last in bounds:
         if first is not None and last is not None and first > last:
             yield f"{least} {first} is above {most} {last}"
     named = {("prior", name) for row in kernel.prior for name in row.limits}
