@@ -299,7 +299,7 @@ def _is_swept(root: fx.Node, writes: Sequence[tuple[fx.Node, fx.Node]]) -> bool:
     if not all(isinstance(size, int) for tensor in (shape, *(each.shape for each in known)) for size in tensor):
         return False
     places = {repr(node.args[1:2]) if node.target is operator.setitem else _place(target) for node, target in new}
-    is_short = len(places) == len(new) <= 2 * math.log2(max(1, *shape))
+    is_short = len(places) == len(new) <= 2 * math.log2(max((1, *shape)))
     return is_short and sum(math.prod(each.shape) for each in known) > math.prod(shape)
 
 
