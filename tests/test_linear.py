@@ -465,7 +465,8 @@ def test_numbers_that_are_unpacked_are_read_whatever_they_are_unpacked_by(name):
     matches = [match for match in backend.report.matches if match.op == "linear"]
     assert [(match.rewritten, match.kernel) for match in matches] == [(True, "lz.cpp_linear")], backend.why_not()
     assert matches[0].attributes["packing"] == "none"
-    torch.testing.assert_close(found, function(X, *inputs), rtol=1e-5, atol=1e-4)
+    expected = function(X, *inputs)  # bytes that wrap around are large, and their sums cancel
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()) + 1e-4)
 
 
 class Gathered(torch.nn.Module):

@@ -21,8 +21,9 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import EMITTED, Call, known_tensor, reached, tensor_of, tensor_operands
 
 #: Products that are projections; the last ones with weights of several experts, or over neighbours.
-PRODUCTS = contraction.PRODUCTS | {"grouped_mm", "_grouped_mm", "grouped_mm_fallback", "scaled_mm", "_scaled_mm"}
-PRODUCTS |= {"linalg_multi_dot"}
+PRODUCTS = contraction.PRODUCTS | {
+    *("grouped_mm", "_grouped_mm", "grouped_mm_fallback", "scaled_mm", "_scaled_mm", "linalg_multi_dot")
+}
 CONVOLUTIONS = frozenset({"conv1d", "conv2d", "conv3d"})
 #: How rows and weights are cut out of others, and experts' picked, or are put together.
 _MADE = layout.SPLITS | moves.RULES.keys()
