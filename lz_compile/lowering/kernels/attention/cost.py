@@ -31,6 +31,10 @@ _INTERLEAVED = 1.25
 #: Of keys that a mask may hide from a few queries, those that it shows: a cache fills from nothing on, which no size tells;
 #: and how many are hidden together.
 _SHOWN, _TILE = 0.5, 64
+#: What a row of `lz.flash_decoding` takes beside its keys, in softmaxed scores: most of it, in batches of short sentences.
+_ROW = 40
+#: The keys of a row that fill no register, of which PyTorch's fused kernel takes one after the other (an EPYC with AVX-512).
+_LANES, _ONE_BY_ONE = 16, 2.4
 #: Operators of no size that two products of a few rows in 16 bits take as long to call as (oneDNN, a Xeon with AMX).
 _HALF_CALLS = 60
 #: What a band and a boolean mask take of a softmax in Inductor's C++, and each where a kernel makes numbers of it first.
@@ -137,7 +141,8 @@ def _fused(x: _Shape) -> Work:
     if x.queries <= _FEW:
         return _work(x, {"fused_row": _INTERLEAVED * x.looked_at, **masks, "call": _FUSED_CALLS})
     kind: Kind = "fused_training" if x.is_training else "fused"
-    return _work(x, {kind: x.flops * x.seen(_FUSED_BLOCK), **masks, "call": _FUSED_CALLS})
+    points = masks["pointwise"] + _ONE_BY_ONE * x.batch * x.heads * x.queries * (x.keys % _LANES)
+    return _work(x, {kind: x.flops * x.seen(_FUSED_BLOCK), "pointwise": points, "call": _FUSED_CALLS})
 
 
 def _fused_by_inductor(x: _Shape) -> Work:
@@ -193,7 +198,7 @@ def _decoded(x: _Shape) -> Work:
     is_cache = x.queries <= _FEW and x.keys > _TILE and bool(x.features & {"bool_mask", "float_mask"})
     shown = _SHOWN if is_cache else 1.0
     read = shown * (1.2 if x.is_half else 1.0) * x.held * (1 + 0.09 * (rows - 1))
-    points = x.scores * (0.6 + x.conditions(0.1, 0.3, 0.3, _CAPPED_TILE))
+    points = x.scores * (0.6 + x.conditions(0.1, 0.3, 0.3, _CAPPED_TILE)) + _ROW * x.batch * x.heads * x.queries
     return _work(x, {"row": read, "pointwise": points, "call": 16})
 
 
