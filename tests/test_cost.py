@@ -82,6 +82,17 @@ def test_gradients_and_conditions_take_time_and_what_is_left_out_does_not(kernel
     assert (causal > plain) == is_written_out, "all but scores in memory leave out the future"
 
 
+def test_a_few_keys_too_many_for_a_register_take_longer_than_a_register_of_them() -> None:
+    fused, decoded = (
+        [work(kernel, torch.float32, frozenset(), sizes(8, keys)).amounts for keys in (14, 16)]
+        for kernel in ("torch.sdpa", "lz.flash_decoding")
+    )
+    assert fused[0]["pointwise"] > 0
+    assert "pointwise" not in fused[1]
+    # Each of our rows takes more than its keys: with hardly any, it still takes most of that.
+    assert decoded[0]["pointwise"] > 0.9 * decoded[1]["pointwise"]
+
+
 def test_scores_of_64_mebibytes_are_new_memory_at_every_call_and_those_of_32_may_be() -> None:
     found = [work("inductor", torch.float32, frozenset(), sizes(length)) for length in (1023, 1024, 1449)]
     below, between, above = (each.amounts for each in found if each is not None)
