@@ -33,8 +33,8 @@ _INTERLEAVED = 1.25
 _SHOWN, _TILE = 0.5, 64
 #: What a row of `lz.flash_decoding` takes beside its keys, in softmaxed scores: most of it, in batches of short sentences.
 _ROW = 40
-#: The keys of a row that fill no register, of which PyTorch's fused kernel takes one after the other (an EPYC with AVX-512).
-_LANES, _ONE_BY_ONE = 16, 2.4
+#: A key of a row that fills no register: PyTorch's fused kernel takes these one after the other (read off an EPYC).
+_ONE_BY_ONE = 2.4
 #: Operators of no size that two products of a few rows in 16 bits take as long to call as (oneDNN, a Xeon with AMX).
 _HALF_CALLS = 60
 #: What a band and a boolean mask take of a softmax in Inductor's C++, and each where a kernel makes numbers of it first.
@@ -141,7 +141,8 @@ def _fused(x: _Shape) -> Work:
     if x.queries <= _FEW:
         return _work(x, {"fused_row": _INTERLEAVED * x.looked_at, **masks, "call": _FUSED_CALLS})
     kind: Kind = "fused_training" if x.is_training else "fused"
-    points = masks["pointwise"] + _ONE_BY_ONE * x.batch * x.heads * x.queries * (x.keys % _LANES)
+    lanes = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
+    points = masks["pointwise"] + _ONE_BY_ONE * x.batch * x.heads * x.queries * (x.keys % lanes)
     return _work(x, {kind: x.flops * x.seen(_FUSED_BLOCK), "pointwise": points, "call": _FUSED_CALLS})
 
 
