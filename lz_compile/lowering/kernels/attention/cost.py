@@ -28,6 +28,10 @@ _FUSED_CALLS = 8
 #: What PyTorch's kernel takes for one query where the heads of a token lie next to each other, as projections leave them.
 _INTERLEAVED = 1.25
 
+#: Bytes of keys and values that a cache still holds at the next call, at the most; what loops that read values in strips of
+#: a register's width take of larger ones, which come from memory, over one that reads whole keys (an EPYC).
+_HELD, _IN_STRIPS = 1 << 24, 1.5
+
 #: Of keys that a mask may hide from a few queries, those that it shows: a cache fills from nothing on, which no size tells;
 #: and how many are hidden together.
 _SHOWN, _TILE = 0.5, 64
@@ -88,6 +92,11 @@ class _Shape:
         return float(self.held * self.groups**0.65)
 
     @property
+    def in_strips(self) -> float:
+        """What Inductor's loops take to read keys and values, of what reading them one after the other takes."""
+        return _IN_STRIPS if self.held * self.bytes_each >= _HELD else 1.0
+
+    @property
     def copied(self) -> dict[Kind, float]:
         """What copies of keys and values take, written and read by the product: as the source makes them."""
         size = self.held / 2 * self.copies * self.bytes_each  # bytes of either; a row's elements have four
@@ -126,7 +135,7 @@ def _written_out(x: _Shape) -> Work:
     if x.queries <= _FEW:
         # A product with one row is no call: it reads keys where they lie, again for each head that shares them.
         is_called = x.copies > 1 and x.queries * x.groups > x.copies
-        reads: dict[Kind, float] = {"row": (1.3 if x.is_half else 1.0) * x.held * x.copies**0.65}
+        reads: dict[Kind, float] = {"row": (1.3 if x.is_half else 1.0) * x.in_strips * x.held * x.copies**0.65}
         return _work(x, {**(x.copied if is_called else reads), "pointwise": points, "call": 2})
     times = 3 if x.is_training else 1
     memory = fresh(*(x.scores * each for each in x.buffers * (2 if x.is_training else 1)))
@@ -179,9 +188,10 @@ def _blocked(x: _Shape) -> Work:
     if x.queries <= _FEW:
         if x.groups == 1:
             calls = _HALF_CALLS if x.is_half and x.queries > 1 else 2
-            return _work(x, {"row": (1.15 if x.is_half else 1.0) * x.held, "pointwise": points, "call": calls})
+            reads = (1.15 if x.is_half else 1.0) * x.in_strips * x.held
+            return _work(x, {"row": reads, "pointwise": points, "call": calls})
         copies = 4.0 if x.is_half else 0.65  # products in 16 bits want keys in one piece
-        return _work(x, {"group": copies * x.held, "pointwise": points, "call": 2})
+        return _work(x, {"group": copies * x.in_strips * x.held, "pointwise": points, "call": 2})
     times, blocks = 4 if x.is_training else 1, math.ceil(x.queries / block)
     # Blocks of one size share their memory; causal ones see more keys each, and differ.
     shares = [(i + 1) / blocks for i in range(blocks)] if causal < 1.0 and blocks <= MAX_KINDS else [1.0]
@@ -198,7 +208,7 @@ def _decoded(x: _Shape) -> Work:
     rows = x.groups * x.queries
     is_cache = x.queries <= _FEW and x.keys > _TILE and bool(x.features & {"bool_mask", "float_mask"})
     shown = _SHOWN if is_cache else 1.0
-    read = shown * (1.2 if x.is_half else 1.0) * x.held * (1 + 0.09 * (rows - 1))
+    read = shown * x.held * (1 + 0.09 * (rows - 1))
     points = x.scores * (0.6 + x.conditions(0.1, 0.3, 0.3, _CAPPED_TILE)) + _ROW * x.batch * x.heads * x.queries
     return _work(x, {"row": read, "pointwise": points, "call": 16})
 
