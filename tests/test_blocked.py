@@ -137,3 +137,18 @@ def test_a_query_of_nan_whose_probabilities_are_zeros_leaves_the_gradients_of_va
         results.append((found, *torch.autograd.grad(found.square().sum(), (query, key, value))))
     assert results[1][3].isfinite().all()
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "queries", "is_copied"),
+    [(torch.bfloat16, 40, True), (torch.float32, 40, False), (torch.bfloat16, 1, False)],
+)
+def test_products_in_16_bits_read_keys_and_values_in_one_piece(
+    dtype: torch.dtype, queries: int, is_copied: bool
+) -> None:
+    x = Operands(*(torch.randn(1, length, 2, 8, dtype=dtype).transpose(1, 2) for length in (queries, 40, 40)))
+    graph = make_fx(lambda *tensors: blocked.attention(Operands(*tensors), AttentionAttrs(score_dtype=dtype)))(
+        *x.flat()[:3]
+    )
+    copies = [node for node in graph.graph.nodes if node.target is torch.ops.aten.clone.default]
+    assert len(copies) == 2 * is_copied

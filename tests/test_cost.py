@@ -93,6 +93,31 @@ def test_a_few_keys_too_many_for_a_register_take_longer_than_a_register_of_them(
     assert decoded[0]["pointwise"] > 0.9 * decoded[1]["pointwise"]
 
 
+@pytest.mark.parametrize(("dtype", "keys"), [(torch.float32, 4096), (torch.bfloat16, 8192)], ids=str)
+def test_keys_that_no_cache_holds_are_read_in_strips_by_compiled_loops(dtype: torch.dtype, keys: int) -> None:
+    def of_decoding(kernel: str, keys: int) -> float:
+        return latency("lz.flash_decoding", frozenset(), sizes(1, keys), dtype) / latency(
+            kernel, frozenset(), sizes(1, keys), dtype
+        )
+
+    for kernel in ("inductor", "lz.blocked"):
+        assert of_decoding(kernel, keys) < 0.8, kernel
+        assert of_decoding(kernel, keys // 8) > 0.85, kernel
+
+
+def test_products_of_heads_side_by_side_take_longer_in_16_bits_but_where_keys_are_in_one_piece() -> None:
+    def written_out(dtype: torch.dtype, batch: int) -> float:
+        at = sizes(64, batch_size=batch)
+        return latency("inductor", frozenset(), at, dtype) / latency("lz.blocked", frozenset(), at, dtype)
+
+    assert written_out(torch.bfloat16, 1) > 1.15
+    assert (
+        written_out(torch.bfloat16, 4)
+        == pytest.approx(written_out(torch.float32, 1), abs=0.05)
+        == pytest.approx(1, abs=0.05)
+    )
+
+
 def test_scores_of_64_mebibytes_are_new_memory_at_every_call_and_those_of_32_may_be() -> None:
     found = [work("inductor", torch.float32, frozenset(), sizes(length)) for length in (1023, 1024, 1449)]
     below, between, above = (each.amounts for each in found if each is not None)

@@ -19,6 +19,7 @@ from torch.fx import traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lz_compile.ground.sizes import is_one
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
 from lz_compile.lowering.kernels.attention import capping, mask_numbers
@@ -40,8 +41,8 @@ def attention(x: Operands, attrs: AttentionAttrs, block: int = BLOCK) -> torch.T
     whole = _Block(
         # One dimension of batch and heads: where that takes a copy, it is made here and not once for every block.
         query=query.reshape(batch * kv_heads, -1, queries, head_dim) if attrs.enable_gqa else query.flatten(0, 1),
-        key_t=x.key.flatten(0, 1).transpose(-2, -1),
-        value=x.value.flatten(0, 1),
+        key_t=_in_one_piece(x.key.flatten(0, 1), queries).transpose(-2, -1),
+        value=_in_one_piece(x.value.flatten(0, 1), queries),
         over_scores=_over_scores(x),
         extents=(batch, heads, queries, keys),
         shift=0 if attrs.limits is None else attrs.limits.offset(queries, keys),
@@ -49,6 +50,12 @@ def attention(x: Operands, attrs: AttentionAttrs, block: int = BLOCK) -> torch.T
     mean = _mean(x.value, attrs, heads // kv_heads) if attrs.masked_rows == "mean" and whole.has_empty_rows else None
     blocks = [_attend(whole, span, mean, attrs) for span in _spans(whole, block, attrs)]
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks, 2)
+
+
+def _in_one_piece(tensor: torch.Tensor, queries: Any) -> torch.Tensor:
+    """Keys or values ``[N, S, D]`` as products on CPUs want them in 16 bits; one query reads them where they lie."""
+    is_product = tensor.device.type == "cpu" and tensor.dtype.itemsize == 2 and not is_one(queries)
+    return tensor.contiguous() if is_product else tensor
 
 
 def _over_scores(x: Operands) -> dict[str, torch.Tensor]:

@@ -27,7 +27,8 @@ _FUSED_BLOCK = 512
 _FUSED_CALLS = 8
 #: What PyTorch's kernel takes for one query where the heads of a token lie next to each other, as projections leave them.
 _INTERLEAVED = 1.25
-
+#: What products in 16 bits take more for an element of keys and values that lie so, in softmaxed scores (an EPYC).
+_APART = 1.5
 #: Bytes of keys and values that a cache still holds at the next call, at the most; what loops that read values in strips of
 #: a register's width take of larger ones, which come from memory, over one that reads whole keys (an EPYC).
 _HELD, _IN_STRIPS = 1 << 24, 1.5
@@ -137,6 +138,8 @@ def _written_out(x: _Shape) -> Work:
         is_called = x.copies > 1 and x.queries * x.groups > x.copies
         reads: dict[Kind, float] = {"row": (1.3 if x.is_half else 1.0) * x.in_strips * x.held * x.copies**0.65}
         return _work(x, {**(x.copied if is_called else reads), "pointwise": points, "call": 2})
+    if x.is_half and x.batch == 1:  # the heads of several sequences become one dimension by a copy
+        points += _APART * x.held
     times = 3 if x.is_training else 1
     memory = fresh(*(x.scores * each for each in x.buffers * (2 if x.is_training else 1)))
     return _work(x, {"product": times * x.flops, "pointwise": times * points, **memory, "call": 4 * times})
