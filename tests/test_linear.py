@@ -348,6 +348,33 @@ def test_scales_may_be_those_of_blocks(is_repeated):
     torch.testing.assert_close(found, function(X, weight, scales), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("bias", [0, 127])
+@pytest.mark.parametrize(
+    "scaled",
+    {
+        "ldexp": torch.ldexp,
+        "exp2": lambda numbers, e: numbers * torch.exp2(e.float()),
+        "a power": lambda numbers, e: numbers * 2.0 ** e.float(),
+        "four": lambda numbers, e: torch.ldexp(numbers, 2 * e),
+    }.items(),
+    ids=lambda each: each[0],
+)
+def test_scales_may_be_powers_of_two_and_stay_exact(scaled, bias):
+    torch.manual_seed(0)
+    x, table = torch.randn(3, 256), torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    stored, shared = torch.randint(0, 256, (64, 128), dtype=torch.uint8), torch.randint(-12, 12, (64, 8)) + bias
+
+    def product(x, stored, shared, table):
+        numbers = table[torch.stack((stored & 15, stored >> 4), -1).flatten(1).int()].view(64, 8, 32)
+        return F.linear(x, scaled[1](numbers, (shared.int() - bias)[..., None]).reshape(64, 256))
+
+    found, backend = rewritten(product, x, stored, shared.to(torch.uint8 if bias else torch.int8), table)
+    assert [(each.kernel, each.rewritten) for each in backend.report.matches] == [("lz.cpp_linear", True)]
+    truth = product(x.double(), stored, shared, table.double())
+    ours, theirs = (float((each - truth).abs().max()) for each in (found, product(x, stored, shared, table)))
+    assert ours < 2 * theirs + 1e-7 * float(truth.abs().max())
+
+
 def test_grouped_weights_are_read_with_their_groups():
     spelling = Spelling("low_half", scale="groups", zero="tensor")
     _, backend = rewritten(spelling.run, **spelling.inputs())

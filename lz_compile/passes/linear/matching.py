@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any, ClassVar
@@ -37,6 +37,8 @@ from lz_compile.passes.rewriting.twins import Twins
 OP = "linear"
 #: A product whose weight only the machine that packed it can read.
 _MACHINES_OWN = "_weight_int4pack_mm_for_cpu"
+#: Of scales that are powers, the logarithm that proofs draw at the most.
+_MODERATE = 6.0
 
 
 def matches(graph: fx.Graph, effects: Effects) -> Iterator[Outcome]:
@@ -213,9 +215,11 @@ class LinearEmitter(TableEmitter):
         """The finished match."""
         weight, unpacked = self.weight, self.weight.unpacked
         inputs = {self.given.node: Input(self.given.dims)}
-        leaves = weight.region.leaves_in(*meaning(weight).values()).values()
-        for leaf in (*leaves, *(each for each in (self.bias, weight.codebook) if each is not None)):
-            inputs.setdefault(leaf.node, Input(leaf.dims, range=_range(weight.region.effects, leaf.node)))
+        leaves, powers = weight.region.leaves_in(*meaning(weight).values()), _exponents(meaning(weight).values())
+        ranges = {leaf.node: powers[symbol] for symbol, leaf in leaves.items() if symbol in powers}
+        for leaf in (*leaves.values(), *(each for each in (self.bias, weight.codebook) if each is not None)):
+            drawn = ranges.get(leaf.node) or _range(weight.region.effects, leaf.node)
+            inputs.setdefault(leaf.node, Input(leaf.dims, range=drawn))
         drawn = _range(weight.region.effects, weight.leaf.node) if unpacked is None else _drawn(unpacked.bounds)
         inputs[weight.leaf.node] = Input(weight.leaf.dims, range=drawn)
         region, buffers = weight.region, tuple[fx.Node, ...]()
@@ -254,6 +258,18 @@ def meaning(weight: Weight) -> dict[str, sympy.Expr]:
         zero = sympy.cancel(-weight.summand / weight.scale)
         is_simple = not sympy.fraction(zero)[1].free_symbols
         found["zero" if is_simple else "offset"] = zero if is_simple else weight.summand
+    return found
+
+
+def _exponents(meant: Iterable[sympy.Expr]) -> dict[sympy.Symbol, tuple[float, float]]:
+    """Of numbers that scales are powers with, those from which and up to which the powers are moderate."""
+    found = {}
+    for each in {power for expression in meant for power in expression.atoms(sympy.exp)}:
+        for symbol in each.args[0].free_symbols:
+            slope, rest = each.args[0].coeff(symbol), each.args[0].xreplace({symbol: sympy.S.Zero})
+            if slope.is_number and rest.is_number and slope != 0:
+                middle, reach = float(-rest / slope), abs(_MODERATE / float(slope))
+                found[symbol] = (middle - reach, middle + reach)
     return found
 
 

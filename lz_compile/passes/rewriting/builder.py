@@ -269,11 +269,15 @@ class Builder:
             return math.inf
         if not expression.free_symbols:
             return float(expression)
-        operands = [self.evaluate(argument, leaves, groups, dtype, read) for argument in expression.args]
+        power = _power_of_two(expression)
+        arguments = expression.args if power is None else (power,)
+        operands = [self.evaluate(argument, leaves, groups, dtype, read) for argument in arguments]
         operands = [
             operand.to(dtype) if each in leaves and tensor_of(leaves[each].node) is not None else operand
-            for each, operand in zip(expression.args, operands, strict=True)
+            for each, operand in zip(arguments, operands, strict=True)
         ]
+        if power is not None:
+            return torch.exp2(*operands)
         if isinstance(expression, (sympy.Add, sympy.Mul)):
             combine = operator.add if isinstance(expression, sympy.Add) else operator.mul
             operands.sort(key=lambda operand: isinstance(operand, float))
@@ -292,6 +296,17 @@ class Builder:
         value = self.value(leaf.node)
         tensor = tensor_of(leaf.node)
         return value if tensor is None or not tensor.dim() else self.arrange(value, leaf.dims, groups)
+
+
+def _power_of_two(expression: sympy.Expr) -> sympy.Expr | None:
+    """``x`` of ``exp(x * log(2))`` for whole multiples, as ``exp2`` and ``ldexp`` are read: those powers are exact."""
+    if not isinstance(expression, sympy.exp):
+        return None
+    terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(expression.args[0])]
+    shares = [float(coefficient) / math.log(2.0) for coefficient, _ in terms]
+    if not all(math.isclose(share, round(share), rel_tol=1e-12) for share in shares):
+        return None
+    return sympy.Add(*(round(share) * rest for share, (_, rest) in zip(shares, terms, strict=True)))
 
 
 def _is_flat(dims: Dims) -> bool:
