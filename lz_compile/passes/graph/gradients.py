@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,21 @@ def differentiated(graph: fx.Graph, effects: Effects) -> frozenset[fx.Node]:
         if is_recorded and not live.isdisjoint(touched[node]):
             live |= {bases[each] for each in node.all_input_nodes if _may_have(each) or bases[each] in changed}
     return frozenset(node for node in graph.nodes if not live.isdisjoint(touched[node]))
+
+
+def cuts_off(calls: Iterable[fx.Node], live: Collection[fx.Node]) -> bool:
+    """Whether an input has its gradient, one of zeros perhaps, only because of calls; ``live`` nodes are differentiated."""
+    gone = set(calls)
+    waiting = [each for node in gone for each in node.all_input_nodes]
+    while waiting:
+        node = waiting.pop()
+        if node in gone or not _may_have(node) or any(user in live and user not in gone for user in node.users):
+            continue
+        if node.op in ("placeholder", "get_attr"):
+            return True
+        gone.add(node)
+        waiting += node.all_input_nodes
+    return False
 
 
 def _bases(graph: fx.Graph, effects: Effects) -> dict[fx.Node, fx.Node]:
