@@ -590,3 +590,13 @@ def test_a_lock_on_an_unknown_kernel_or_op_is_refused_with_the_nearest_name():
     for wrong in (3, None):
         with pytest.raises((UnknownKernelError, OptionError), match=str(wrong)):
             split({"layerzero.lock": {"attention": wrong}})
+
+
+def test_on_the_meta_device_nothing_is_asked_for() -> None:
+    query, key, value = torch.empty(3, 2, 4, 8, device="meta")
+    backend = Rewriting(lock={"attention": "lz.blocked"})  # it runs on all devices
+    got = torch.compile(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, backend=backend)(query, key, value)
+    assert got.device.type == "meta"
+    (match,) = backend.report.matches
+    assert [reason.code for reason in match.reasons] == ["NO_NUMBERS"]
+    assert not backend.report.events

@@ -13,10 +13,13 @@ from lz_compile.runtime.kernels.kernel import KernelSpec
 
 
 def why_aside(match: Match) -> Reason | None:
-    """Why no kernel is asked for: nobody reads what it would give, or its results are no plain tensors."""
+    """Why no kernel is asked for: nobody reads what it would give, or its results are no plain tensors with numbers."""
     if not any(node.users for node in match.outputs):
         return Reason("PART_OF_ANOTHER", "a rewrite of what it is part of made it superfluous")
-    given = next((each for each in map(tensor_of, match.outputs) if is_subclass(each)), None)
+    tensors = [tensor for tensor in map(tensor_of, match.outputs) if tensor is not None]
+    if any(each.device.type == "meta" for each in tensors):
+        return Reason("NO_NUMBERS", "it is on the meta device, where nothing is computed that could be proven")
+    given = next((each for each in tensors if is_subclass(each)), None)
     if given is None:
         return None
     return Reason(
