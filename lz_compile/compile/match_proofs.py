@@ -21,7 +21,9 @@ def why_aside(match: Match) -> Reason | None:
     tensors = [tensor for tensor in map(tensor_of, match.outputs) if tensor is not None]
     away = next((each.device.type for each in tensors if not _is_here(each.device.type)), None)
     if away is not None:
-        return Reason("NO_NUMBERS", f"it is on a device {away}, where nothing can be run here that would prove a kernel")
+        return Reason(
+            "NO_NUMBERS", f"it is on a device {away}, where nothing can be run here that would prove a kernel"
+        )
     given = next((each for each in tensors if is_subclass(each)), None)
     if given is None:
         return None

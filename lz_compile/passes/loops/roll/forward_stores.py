@@ -138,7 +138,7 @@ def _goes(buffer: fx.Node, found: _Loads, stores: Sequence[fx.Node]) -> bool:
 
 def _unread(found: _Loads, stores: Sequence[fx.Node], live: Collection[fx.Node]) -> set[fx.Node]:
     """The stores that nobody reads back who is differentiated."""
-    return set(stores) - {store for load, store in found.written if not live.isdisjoint(load.users)}
+    return set(stores) - {store for load, store in found.written if any(user in live for user in load.users)}
 
 
 def _is_attached(reader: fx.Node, effects: Effects, but: Collection[fx.Node] = ()) -> bool:
