@@ -123,9 +123,8 @@ def _gather(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
 
 def _in(space: Space, dim: tuple[Axis, ...], size: Size) -> tuple[Axis, ...]:
     """The first positions of a dimension that may be larger, or of one element for all."""
-    return (
-        () if size == 1 else dim if product(axis.size for axis in dim) == size else space.dim_at(space.place(dim), size)
-    )
+    is_whole = size == 1 or product(axis.size for axis in dim) == size
+    return (() if size == 1 else dim) if is_whole else space.dim_at(space.place(dim), size)
 
 
 def _embedding(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
