@@ -22,7 +22,7 @@ from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.formula.moves import STRIDED, order_of, strides_matter
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import origin_of
-from lz_compile.passes.graph.gradients import cuts_off, differentiated, has_gradient, is_made_attached
+from lz_compile.passes.graph.gradients import differentiated, has_gradient, is_made_attached, left_behind
 from lz_compile.passes.graph.modes import faking
 from lz_compile.passes.graph.view import known_tensor, memory_of, needed, tensor_of
 from lz_compile.passes.loops.roll.piece_writes import Piece, overlap, piece_of, store_pieces
@@ -63,7 +63,8 @@ def _forward_stores(graph: fx.Graph, may_edit: MayEdit) -> int:
             found = _loads(buffer, effects)
             if _cuts_gradients(buffer, found, stores[buffer], effects):
                 continue
-            if _goes(buffer, found, stores[buffer]) and cuts_off(_unread(found, stores[buffer], live), live):
+            unread = _unread(found, stores[buffer], live)
+            if _goes(buffer, found, stores[buffer]) and left_behind(unread, live) is None:
                 found.unclear.append(
                     found.written.pop()[0]
                 )  # a reader of the tensor keeps the gradients that it passes on
@@ -251,16 +252,17 @@ def _drop_overwritten(buffer: fx.Node, live: Collection[fx.Node], may_edit: MayE
             loads.append((user, piece))
     if len(loads) > _MOST_READERS or _is_seen_otherwise(buffer):
         return 0
-    memory, dropped = memory_of(buffer), list[fx.Node]()
+    memory, dropped, gone = memory_of(buffer), list[fx.Node](), set[fx.Node]()
     for piece, found in stores.items():
         readers = others + [load for load, own in loads if overlap(own, piece)]
         ordered = sorted(found)
         for store, following in itertools.pairwise(ordered):
             # A view that was taken before is read who knows when; a copy was not of what is stored here.
             is_read = any(each < following and (each > store or memory_of(each) == memory) for each in readers)
-            is_needed = is_read or _attaches(store, following) or cuts_off([*dropped, store], live)
-            if not is_needed and may_edit(store):
+            behind = None if is_read or _attaches(store, following) else left_behind([store], live, gone)
+            if behind is not None and may_edit(store):
                 dropped.append(store)
+                gone = behind
     for store in dropped:
         buffer.graph.erase_node(store)
     return len(dropped)
