@@ -126,7 +126,8 @@ def _by_slices(index: Any, rank: int, effects: Effects) -> Any:
     row = items[named[0]] if len(named) == 1 else None
     call = read(row) if isinstance(row, fx.Node) and not effects.is_overwritten(row) else None
     if call is not None and call.name == "arange" and not call.node.kwargs.keys() & {"start", "end", "step"}:
-        row = [*range(*call.node.args)] if all(isinstance(each, int) for each in call.node.args) else None  # type: ignore[arg-type]
+        ends = [each for each in call.node.args if isinstance(each, int)]
+        row = [*range(*ends)] if 0 < len(ends) == len(call.node.args) else None
     if not isinstance(row, list) or not row or not all(type(each) is int and each >= 0 for each in row):
         return index
     places = range(row[0], row[-1] + 1, row[1] - row[0] if len(row) > 1 and row[1] > row[0] else 1)
