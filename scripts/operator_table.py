@@ -37,6 +37,7 @@ EXAMPLES: Mapping[str, Callable[[Any, Any], Any]] = {
     "narrow": lambda x, y: x.narrow(1, 2, 3),
     "index_select": lambda x, y: x.index_select(1, torch.arange(x[0, :3].size(0)) * 2),
     "gather": lambda x, y: x.gather(1, (torch.arange(x[0, :3].size(0)) * 2).expand(4, 3)),
+    "take_along_dim": lambda x, y: x.take_along_dim((torch.arange(x[0, :3].size(0)) * 2)[None], 1),
     "embedding": lambda x, y: F.embedding(torch.arange(x[:2].size(0)) + 1, x),
     "flip": lambda x, y: x.flip(1),
     "roll": lambda x, y: x.roll(2, 1),
@@ -48,6 +49,7 @@ EXAMPLES: Mapping[str, Callable[[Any, Any], Any]] = {
     "pad": lambda x, y: F.pad(x, (2, 0)),
     "slice_scatter": lambda x, y: torch.slice_scatter(x, y[:, :2], 1, 3, 5),
     "select_scatter": lambda x, y: torch.select_scatter(x, y[:, 0], 1, 2),
+    "index_copy": lambda x, y: x.index_copy(1, torch.arange(y[0, :3].size(0)) + 2, y[:, :3]),
     # layouts
     "transpose": lambda x, y: x.transpose(0, 1),
     "t": lambda x, y: x.t(),

@@ -80,6 +80,7 @@ def near_misses() -> dict[str, Lookalike]:
         "scores_through_a_sine_and_casts": Lookalike(
             scores_through_a_sine_and_casts, qkv, "SCORES_NOT_AFFINE] the scores pass through sin"
         ),
+        "real_parts_of_scores": Lookalike(real_parts_of_scores, qkv, "the scores pass through real"),
         "two_softmaxes_subtracted": Lookalike(
             two_softmaxes_subtracted, (*qkv, normal(2, 6, 23, 8)), "PROBABILITIES_COMBINED"
         ),
@@ -297,6 +298,12 @@ def squares_of_scores(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 def scores_through_a_sine_and_casts(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return torch.sin(_scores(query, key)).contiguous().float().softmax(-1) @ value
+
+
+def real_parts_of_scores(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Of complex queries and keys."""
+    query, key = (torch.view_as_complex(each.unflatten(-1, (-1, 2))) for each in (query, key))
+    return (query @ key.mH).real.softmax(-1) @ value
 
 
 def scores_through_relu(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -143,14 +143,16 @@ def _gathered(program: Program, node: fx.Node) -> fx.Node:
     dim, shape = program.dim(node, 2), value(node).shape
     count = program.rng.randint(1, 4)
     index = program.positions(count, shape[dim])
-    kind = program.rng.choice(["index_select", "getitem", "gather", "embedding"])
+    kind = program.rng.choice(["index_select", "getitem", "gather", "take_along_dim", "embedding"])
     if kind == "index_select":
         return program.call(torch.index_select, node, dim, index)
     if kind == "embedding" and len(shape) == 2:
         return program.call(F.embedding, program.positions(count, shape[0]), node)
+    placed = [1] * len(shape)
+    placed[dim] = count
+    if kind == "take_along_dim":
+        return program.call(torch.take_along_dim, node, program.call("view", index, placed), dim)
     if kind == "gather":
-        placed = [1] * len(shape)
-        placed[dim] = count
         wanted = [count if d == dim % len(shape) else size for d, size in enumerate(shape)]
         return program.call(
             torch.gather, node, dim, program.call("expand", program.call("view", index, placed), *wanted)
@@ -265,6 +267,8 @@ def _stored(program: Program, node: fx.Node) -> fx.Node:
     part = program.call("flip", program.call("narrow", node, dim, 0, stop - start), (dim,))
     if stop == start + 1 and program.rng.random() < 0.5:
         return program.call(torch.select_scatter, node, program.call("select", part, dim, 0), dim, start - size)
+    if program.rng.random() < 0.3:
+        return program.call(torch.index_copy, node, dim, program.call(torch.arange, start, stop), part)
     return program.call(torch.slice_scatter, node, part, dim, start, stop)
 
 

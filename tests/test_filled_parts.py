@@ -128,6 +128,61 @@ def test_parts_may_be_views_by_any_call(function: Function) -> None:
     assert "copy_" not in {node.target for node in module.graph.nodes}
 
 
+def _by_rows_of_places(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    new = torch.empty_like(a)
+    new[:, torch.arange(0, 6, 2)] = b[:, :3]
+    new[:, [1, 3, 5]] = a[:, 3:]
+    return (new,)
+
+
+def _by_copies_of_rows(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    new = torch.empty_like(a)
+    new.index_copy_(-1, torch.arange(2, 6), b[:, :4])
+    new.index_copy_(1, torch.arange(2), a[:, 3:5])
+    return (new,)
+
+
+@pytest.mark.parametrize("function", [_by_rows_of_places, _by_copies_of_rows])
+def test_places_may_be_listed_or_counted(function: Function) -> None:
+    count, module = joined(function, torch.randn(5, 6, requires_grad=True), torch.randn(5, 6))
+    assert count == 1
+    assert not {"index_copy_", operator.setitem} & {node.target for node in module.graph.nodes}
+
+
+def _out_of_order(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    new = torch.empty(5, 4)
+    new[:, [1, 0]] = b[:, :2]
+    new[:, [2, 3]] = a[:, :2]
+    return (new,)
+
+
+def _counted_on(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    new, places = torch.zeros(5, 4), torch.arange(2)
+    places.add_(1)
+    new[:, places] = b[:, :2]
+    new[:, 2:] = a[:, :2]
+    return (new,)
+
+
+def _by_flags(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    new = torch.zeros(5, 2)
+    new[:, [False, True]] = b[:, :1]
+    new[:, [True, False]] = a[:, :1]
+    return (new,)
+
+
+def _named_otherwise(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    new = torch.zeros(5, 4)
+    new[:, torch.arange(2, end=4)] = b[:, :2]
+    new[:, torch.arange(end=2)] = a[:, :2]
+    return (new,)
+
+
+@pytest.mark.parametrize("function", [_out_of_order, _counted_on, _by_flags, _named_otherwise])
+def test_other_places_stay(function: Function) -> None:
+    assert joined(function, torch.randn(5, 6), torch.randn(5, 6))[0] == 0
+
+
 def test_sizes_that_are_not_cut_may_be_symbols() -> None:
     def function(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
         new = torch.empty_like(a)

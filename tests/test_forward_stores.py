@@ -216,6 +216,44 @@ def test_two_readers_keep_a_gradient_of_zeros_that_they_have_of_the_tensor_only(
     assert not backend.report.events, backend.why_not()
 
 
+def overwritten(x: Tensor, a: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    out[:, 0] = a + x[:, 0]
+    out[:, 1:] = x[:, 1:]
+    out[:, 0] = a + x[:, 0]
+    out[:, 0] = x[:, 0]
+    return out[:, 0] * 2
+
+
+def overwritten_all_over(x: Tensor, a: Tensor) -> Tensor:
+    out = torch.zeros(2, 2, 3, dtype=x.dtype)
+    for t in range(2):
+        out[:, t] = a
+    for t in range(2):
+        out[:, t] = x[:, t]
+    return out[:, 0] * out[:, 1]
+
+
+def overwritten_and_detached(x: Tensor, a: Tensor) -> Tensor:
+    out = torch.empty(2, 1, 3, dtype=x.dtype)
+    out[:, 0] = a.exp()
+    other = out[:, 0].sin().detach()
+    out[:, 0] = x[:, 0]
+    return out[:, 0] * other
+
+
+@pytest.mark.parametrize("program", [overwritten, overwritten_all_over, overwritten_and_detached])
+def test_what_was_overwritten_keeps_its_gradient_of_zeros(program: Program) -> None:
+    x, a = torch.randn(2, 4, 3, requires_grad=True), torch.randn(2, 3, requires_grad=True)
+    backend = Rewriting()
+    got = torch.compile(program, backend=backend, fullgraph=True)(x, a)
+    gradients = torch.autograd.grad(got.sum(), (x, a), allow_unused=True)
+    torch.testing.assert_close(gradients, torch.autograd.grad(program(x, a).sum(), (x, a), allow_unused=True))
+    assert gradients[1] is not None
+    assert not gradients[1].any()
+    assert not backend.report.events
+
+
 def test_a_write_through_an_input_that_overlaps_is_a_write_to_what_is_filled() -> None:
     def program(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         for t in range(1, 12):

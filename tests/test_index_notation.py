@@ -27,6 +27,8 @@ SPELLED: dict[str, tuple[tuple[int, ...], ...]] = {
     "abc->b": ((2, 3, 4),),
     "bhqd->bqhd": ((2, 3, 4, 5),),
     "a b->b": ((3, 4),),
+    "bsd,bs,d->bsd": ((2, 3, 4), (2, 3), (4,)),
+    "a,b,c,->cab": ((2,), (3,), (4,), ()),
 }
 
 
@@ -95,7 +97,6 @@ def test_what_sums_no_products_is_spelled_out(equation: str) -> None:
         ("bsd,bs->bd", ((2, 3, 4), (2, 3))),
         ("ii->i", ((3, 3),)),
         ("ij->ij", ((3, 4),)),
-        ("i,j,k->ijk", ((2,), (3,), (4,))),
         ("ij,jk", ((3, 1), (1, 4))),
     ],
 )

@@ -425,17 +425,19 @@ CORNERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("is_gated", [False, True])
 @pytest.mark.parametrize("name", CORNERS)
-def test_at_a_corner_gradients_stay_those_of_the_source(name: str) -> None:
+def test_at_a_corner_gradients_stay_those_of_the_source(name: str, is_gated: bool) -> None:
     """A layer of zeros learns, or does not, as its source has it."""
 
-    def layer(x: Tensor, weight: Tensor) -> Tensor:
-        return CORNERS[name](x @ weight)
+    def layer(x: Tensor, weight: Tensor, up: Tensor) -> Tensor:
+        gate = CORNERS[name](x @ weight)
+        return gate * (x @ up) if is_gated else gate
 
-    x, weight = torch.randn(3, 8), torch.zeros(8, 8, requires_grad=True)
+    x, weight, up = torch.randn(3, 8), torch.zeros(8, 8, requires_grad=True), torch.randn(8, 8)
     backend = Rewriting(lock={"mlp": "torch.mlp"})
-    got = torch.compile(layer, backend=backend, fullgraph=True)(x, weight)
-    ours, theirs = (torch.autograd.grad(each.sum(), weight)[0] for each in (got, layer(x, weight)))
+    got = torch.compile(layer, backend=backend, fullgraph=True)(x, weight, up)
+    ours, theirs = (torch.autograd.grad(each.sum(), weight)[0] for each in (got, layer(x, weight, up)))
     torch.testing.assert_close(ours, theirs)
     (match,) = backend.report.matches
     assert match.rewritten == (name == "relu")

@@ -181,3 +181,36 @@ def test_a_number_among_operands_may_be_a_number_or_a_tensor():
         given = (module.Operands(host, seed, alpha), module.BlendAttrs())
         torch.testing.assert_close(spec.call(*given), module.reference(*given))
     assert [each.alpha.dtype for each, _ in seen] == [torch.float64, torch.float32]
+
+
+def row(x: Any, attrs: Any, each: Any) -> Any:
+    return each * torch.rsqrt(each.square().mean(-1, keepdim=True) + attrs.eps) * x.weight
+
+
+#: Norms that go through their rows in Python.
+BY_ROWS: dict[str, Callable[[Any, Any], Any]] = {
+    "by place": lambda x, attrs: torch.stack([row(x, attrs, x.input[i]) for i in range(x.input.shape[0])]),
+    "one by one": lambda x, attrs: torch.stack([row(x, attrs, each) for each in x.input]),
+    "as many as there are": lambda x, attrs: torch.stack([row(x, attrs, x.input[i]) for i in range(len(x.input))]),
+    "unbound": lambda x, attrs: torch.stack([row(x, attrs, each) for each in x.input.unbind(0)]),
+    "in pieces": lambda x, attrs: torch.cat([row(x, attrs, each) for each in x.input.split(2)]),
+}
+
+
+@pytest.mark.parametrize("is_symbolic", [False, True])
+@pytest.mark.parametrize("name", BY_ROWS)
+def test_a_function_may_go_through_its_rows_where_every_call_has_as_many(name, is_symbolic):
+    register("norm", BY_ROWS[name], is_traceable=True)
+    x, weight = torch.randn(6, 16), torch.randn(16)
+    if is_symbolic:
+        torch._dynamo.mark_dynamic(x, 0)  # a guard on one size would be an error
+
+    def norm(x, weight):
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * weight
+
+    backend = Rewriting(lock={"norm": ID})
+    torch.testing.assert_close(torch.compile(norm, backend=backend)(x, weight), norm(x, weight))
+    (match,) = backend.report.matches
+    assert match.rewritten == (not is_symbolic or name == "in pieces")
+    if not match.rewritten:
+        assert "differs from call to call: only kernels without is_traceable count over it" in str(match.reasons[0])

@@ -316,6 +316,18 @@ LISTED: dict[str, Callable[[Tensor], Tensor]] = {
     "listed neighbours": lambda x: x[..., [1, 0, 3, 2, 5, 4, 7, 6]],
     "computed": lambda x: x[..., torch.arange(8) ^ 1],
     "index_select": lambda x: x.index_select(-1, torch.tensor([4, 5, 6, 7, 0, 1, 2, 3])),
+    "halves from the end": lambda x: x[..., [-4, -3, -2, -1, 0, 1, 2, 3]],
+    "halves computed from the end": lambda x: x[..., torch.arange(8) - 4],
+    "gathered halves": lambda x: x.gather(-1, ((torch.arange(8) + 4) % 8).expand(x.shape)),
+    "gathered neighbours": lambda x: torch.take_along_dim(x, (torch.arange(8) ^ 1)[None, None, None], -1),
+    "copied halves": lambda x: (
+        torch.empty_like(x)
+        .index_copy(-1, torch.arange(4), x[..., 4:])
+        .index_copy(-1, torch.tensor([4, 5, 6, 7]), x[..., :4])
+    ),
+    "copied neighbours": lambda x: x.index_copy(-1, torch.arange(0, 8, 2), x[..., 1::2]).index_copy(
+        -1, torch.arange(1, 8, 2), x[..., ::2]
+    ),
     "not in pairs": lambda x: x[..., [1, 0, 3, 2, 4, 5, 6, 7]],
     "backwards": lambda x: x[..., [7, 6, 5, 4, 3, 2, 1, 0]],
 }

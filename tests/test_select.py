@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from problems import kernel, measured, problem_context
 from torch._dynamo.exc import BackendCompilerFailed
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lz_compile as lz
 from lz_compile.compile.options import split
@@ -590,3 +591,17 @@ def test_a_lock_on_an_unknown_kernel_or_op_is_refused_with_the_nearest_name():
     for wrong in (3, None):
         with pytest.raises((UnknownKernelError, OptionError), match=str(wrong)):
             split({"layerzero.lock": {"attention": wrong}})
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda", "mps"])
+def test_for_a_device_that_computes_nothing_here_no_kernel_is_asked_for(device: str) -> None:
+    if device != "meta" and torch.get_device_module(device).is_available():
+        pytest.skip(f"there is such a device: {device}")
+    backend = Rewriting(lock={"attention": "lz.blocked"})  # it runs on all devices
+    with FakeTensorMode():
+        query, key, value = torch.empty(3, 2, 4, 8, device=device)
+        got = torch.compile(lambda q, k, v: (q @ k.mT).softmax(-1) @ v, backend=backend)(query, key, value)
+    assert got.device.type == device
+    (match,) = backend.report.matches
+    assert [reason.code for reason in match.reasons] == ["NO_NUMBERS"]
+    assert not backend.report.events

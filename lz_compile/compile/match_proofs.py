@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from lz_compile.compile.stages import State, timed
 from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
@@ -13,15 +15,29 @@ from lz_compile.runtime.kernels.kernel import KernelSpec
 
 
 def why_aside(match: Match) -> Reason | None:
-    """Why no kernel is asked for: nobody reads what it would give, or its results are no plain tensors."""
+    """Why no kernel is asked for: nobody reads what it would give, or its results are no plain tensors with numbers."""
     if not any(node.users for node in match.outputs):
         return Reason("PART_OF_ANOTHER", "a rewrite of what it is part of made it superfluous")
-    given = next((each for each in map(tensor_of, match.outputs) if is_subclass(each)), None)
+    tensors = [tensor for tensor in map(tensor_of, match.outputs) if tensor is not None]
+    away = next((each.device.type for each in tensors if not _is_here(each.device.type)), None)
+    if away is not None:
+        return Reason(
+            "NO_NUMBERS", f"it is on a device {away}, where nothing can be run here that would prove a kernel"
+        )
+    given = next((each for each in tensors if is_subclass(each)), None)
     if given is None:
         return None
     return Reason(
         "TENSOR_SUBCLASS", f"it gives a {type(given).__name__}, which is made of other tensors; kernels give plain ones"
     )
+
+
+def _is_here(device: str) -> bool:
+    """Whether a kind of device computes numbers on this machine; graphs are also made for others, with fake tensors."""
+    if device in ("cpu", "meta"):
+        return device == "cpu"
+    is_available = getattr(torch.get_device_module(device), "is_available", None)
+    return is_available is None or bool(is_available())
 
 
 def is_loaded(match: Match, kernel: KernelSpec, entry: MatchReport, state: State) -> bool:

@@ -291,7 +291,8 @@ def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
         shape = None if tensor is None else shape_of(tensor)
         call, passed = region.effects.calls[node], dict[str, bool]()
         while call is not None and call.name not in contraction.PRODUCTS and len(node.all_input_nodes) == 1:
-            passed[call.name] = is_moved(call) or is_pointwise(call)
+            name = str(call.arguments["#1"]) if call.name == "getattr" else call.name
+            passed[name] = is_moved(call) or is_pointwise(call)
             node = node.all_input_nodes[0]
             if tensor_of(node) is None or shape_of(known_tensor(node)) != shape:
                 break

@@ -14,7 +14,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import Size, as_size, product, shape_of, strides_of
 from lz_compile.passes.formula import contraction, layout
-from lz_compile.passes.formula.axes import Axis, Dims, regroup
+from lz_compile.passes.formula.axes import Axis, Dims, broadcast_from, regroup
 from lz_compile.passes.formula.pieces import Piece, Rule, Space, first_of, getitem, only, placed_at, wrapped
 from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.formula.polynomial import ONE, Polynomial, lower, number
@@ -112,7 +112,8 @@ def _gather(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
     named, index = layout.named_dim(call), call.get("index")
     if named is None or tensor_of(index) is None:
         return None
-    place, shape = space.index_at(index, dims, call.node), shape_of(known_tensor(call.input))
+    own, shape = broadcast_from(dims, shape_of(known_tensor(index))), shape_of(known_tensor(call.input))
+    place = space.index_at(index, own, call.node)
     if place is None or len(shape) != len(dims):
         return None
     source = [_in(space, dim, size) for dim, size in zip(dims, shape, strict=True)]
@@ -121,8 +122,9 @@ def _gather(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
 
 
 def _in(space: Space, dim: tuple[Axis, ...], size: Size) -> tuple[Axis, ...]:
-    """The first positions of a dimension that may be larger."""
-    return dim if product(axis.size for axis in dim) == size else space.dim_at(space.place(dim), size)
+    """The first positions of a dimension that may be larger, or of one element for all."""
+    is_whole = size == 1 or product(axis.size for axis in dim) == size
+    return (() if size == 1 else dim) if is_whole else space.dim_at(space.place(dim), size)
 
 
 def _embedding(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
@@ -283,7 +285,10 @@ def _pad(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
 def _scattered(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
     """A tensor with another one in the place of a slice, or of one position, of a dimension."""
     named, value, step = layout.named_dim(call, 0), call.get("src"), call.get("step", 1)
-    start = None if named is None else first_of(space, call.get("start", call.get("index")), named[1])
+    if call.name == "index_copy":
+        start, step = _evenly(space, call)
+    else:
+        start = None if named is None else first_of(space, call.get("start", call.get("index")), named[1])
     if named is None or start is None or tensor_of(value) is None or not isinstance(step, int):
         return None
     dim, offset = named[0], space.place(dims[named[0]]) - start
@@ -299,14 +304,30 @@ def _scattered(space: Space, call: Call, dims: Dims) -> Sequence[Piece] | None:
     return pieces
 
 
+def _evenly(space: Space, call: Call) -> tuple[Polynomial | None, int]:
+    """The first of the positions that a row of indices names (None: they are not in order), and how far apart they are."""
+    index = tensor_of(call.get("index"))
+    count = None if index is None or index.dim() != 1 else as_size(index.shape[0])
+    if not isinstance(count, int) or not 0 < count <= _MOST_PLACES:
+        return None, 1
+    places = [space.index_at(call.get("index"), (space.dim_at(number(i), count),), call.node) for i in range(count)]
+    known = [int(each.terms.get((), 0)) for each in places if each is not None and not each.terms.keys() - {()}]
+    step = known[1] - known[0] if len(known) > 1 else 1
+    is_even = step > 0 and len(known) == count and known == [*range(known[0], known[0] + step * count, step)]
+    return (number(known[0]), step) if is_even and known[0] >= 0 else (None, 1)
+
+
+#: Of longer rows of indices nobody asks where each stores to.
+_MOST_PLACES = 512
 #: Calls that give a tensor with another one in the place of a part.
-STORES = frozenset({"slice_scatter", "select_scatter"})
+STORES = frozenset({"slice_scatter", "select_scatter", "index_copy"})
 RULES: Mapping[str, Rule] = {
     "getitem": getitem,
     "select": _select,
     "narrow": _narrow,
     "index_select": _index_select,
     "gather": _gather,
+    "take_along_dim": _gather,
     "embedding": _embedding,
     "flip": _flip,
     "roll": _roll,

@@ -268,8 +268,15 @@ class Parts(Region):
 
     def index_at(self, node: fx.Node | list[int], dims: Dims, by: fx.Node) -> Polynomial | None:
         """The position that a list or a constant tensor of indices holds, if those at the place are evenly spaced."""
+        # A row of indices may be spread over all rows, as gather wants it.
+        while isinstance(node, fx.Node) and (call := self.effects.calls[node]) is not None:
+            source = layout.read_input_dims(call, dims)
+            if source is None or not isinstance(call.input, fx.Node):
+                break
+            self.interior.setdefault(node, dims)
+            node, dims, by = call.input, source, node
         known = Known(torch.tensor(node, device="cpu"), ()) if isinstance(node, list) else self.known(node, by)
-        if isinstance(known, Reason) or known.value.dim() != 1 or int(known.value.min()) < 0:
+        if isinstance(known, Reason) or known.value.dim() != 1:
             return None
         values, (offset, terms) = known.value, affine(dims[0])
         found, at, even = number(int(values[offset])), torch.tensor(offset, device="cpu"), values[offset]

@@ -42,7 +42,7 @@ class Space(Protocol):
         """A Python or symbolic integer; None for anything else."""
 
     def index_at(self, node: fx.Node | list[int], dims: Dims, by: fx.Node) -> Polynomial | None:
-        """The one position, none from the end, that a tensor or list of indices holds; None where it is not known."""
+        """The one position that a tensor or list of indices holds, below zero if from the end; None where it is not known."""
 
     def through(self, dims: Dims, layout: Callable[[Dims], Dims | None]) -> Dims | None:
         """What a change of layout makes of dims."""
@@ -131,7 +131,7 @@ class _Subscript:
             place: Polynomial | tuple[Axis, ...] | None
             if position in self.tensors:
                 own = broadcast_from(gathered, shape_of(_held(item)))  # type: ignore[arg-type]  # it is held
-                place = self.space.index_at(item, own, self.call.node)
+                place = wrapped(self.space, self.space.index_at(item, own, self.call.node), size)
             elif isinstance(item, slice):
                 if not rest:
                     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,26 @@ def differentiated(graph: fx.Graph, effects: Effects) -> frozenset[fx.Node]:
         if is_recorded and not live.isdisjoint(touched[node]):
             live |= {bases[each] for each in node.all_input_nodes if _may_have(each) or bases[each] in changed}
     return frozenset(node for node in graph.nodes if not live.isdisjoint(touched[node]))
+
+
+def left_behind(
+    calls: Collection[fx.Node], live: Collection[fx.Node], gone: Collection[fx.Node] = ()
+) -> set[fx.Node] | None:
+    """What no gradient reaches any more once calls go, after others that are ``gone``; ``live`` nodes are differentiated.
+
+    None where that is an input, too, which has its gradient, one of zeros perhaps, only because of them.
+    """
+    found = {*gone, *calls}
+    waiting = [each for node in calls for each in node.all_input_nodes]
+    while waiting:
+        node = waiting.pop()
+        if node in found or not has_gradient(node) or any(user in live and user not in found for user in node.users):
+            continue
+        if node.op in ("placeholder", "get_attr"):
+            return None
+        found.add(node)
+        waiting += node.all_input_nodes
+    return found
 
 
 def _bases(graph: fx.Graph, effects: Effects) -> dict[fx.Node, fx.Node]:

@@ -79,6 +79,8 @@ _PARAMETERS: Mapping[str, str] = {
     "input src dim start end step": "slice_scatter",
     "input src dim index": "select_scatter",
     "input dim index": "select gather index_select",
+    "input dim index src": "index_copy",
+    "input index dim": "take_along_dim",
     "input index": "take",
     "input weight": "embedding conv1d conv2d conv3d",
     "input shifts dims": "roll",

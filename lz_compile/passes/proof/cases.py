@@ -119,8 +119,9 @@ def _input(match: Match, node: fx.Node, sizes: Sizes, case: Case) -> Any:
         value = torch.zeros(extents, dtype=torch.float64).masked_fill(~_mask(extents, value.device, True), fill)
     if case.points and node in operands.values():
         points = [point for point in case.points if abs(point) <= torch.finfo(example.dtype).max / 2]
-        corners = value.view(-1)[::2]
-        corners.copy_(torch.tensor(points)[torch.randint(len(points), corners.shape)])
+        # Of each operand other elements: a gradient at a corner of one shows only where the others are no zeros.
+        places = torch.randperm(value.numel())[::2]
+        value.view(-1)[places] = torch.tensor(points)[torch.arange(len(places)) % len(points)]
     value = value.to(example.device, example.dtype)
     if case.is_poisoned:
         _poison(value, match, known, sizes)

@@ -30,58 +30,9 @@ from lz_compile.passes.graph.emitter import provenance
 from lz_compile.passes.graph.modes import Ambient, faking
 from lz_compile.passes.graph.refusal import hold
 from lz_compile.passes.graph.view import called, known_tensor, tensor_of
+from lz_compile.passes.rewriting.proxies import NumberProxy, TensorProxy, check_lengths
 
 Groups = Sequence[Sequence[Axis]]
-
-
-class TensorProxy(fx.Proxy):
-    """A proxy that knows its dtype, device and shape; symbolic extents are proxies themselves."""
-
-    @property
-    def _value(self) -> torch.Tensor:
-        value = known_tensor(self.node)
-        return value
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """As of the tensor."""
-        return self._value.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """As of the tensor."""
-        return self._value.device
-
-    @property
-    def shape(self) -> tuple[Any, ...]:
-        """Static extents as ``int``."""
-        return tuple(map(self.size, range(self.dim())))
-
-    def dim(self) -> int:
-        """Of the tensor."""
-        return self._value.dim()
-
-    def size(self, dim: int) -> Any:
-        """An ``int`` where it is static."""
-        size = self._value.shape[dim]
-        return size if isinstance(size, int) else self.tracer.create_proxy("call_method", "size", (self, dim), {})
-
-    def stride(self) -> tuple[Any, ...]:
-        """Of the tensor, symbolic ones as such."""
-        return self._value.stride()
-
-
-class _NumberProxy(fx.Proxy):
-    """A symbolic size, or another value that is no tensor; compared, and made a number, by value, under a guard."""
-
-    def __eq__(self, other: object) -> bool:
-        one, two = (each.node.meta["example_value"] if isinstance(each, fx.Proxy) else each for each in (self, other))
-        return bool(one == two)
-
-    __hash__ = fx.Proxy.__hash__
-
-    def __float__(self) -> float:
-        return float(self.node.meta["example_value"])
 
 
 class _Tracer(GraphAppendingTracer):
@@ -97,7 +48,7 @@ class _Tracer(GraphAppendingTracer):
         return node
 
     def proxy(self, node: fx.Node) -> fx.Proxy:
-        return (_NumberProxy if tensor_of(node) is None else TensorProxy)(node, self)
+        return (NumberProxy if tensor_of(node) is None else TensorProxy)(node, self)
 
     def to_bool(self, obj: fx.Proxy) -> bool:
         return bool(obj.node.meta["example_value"])
@@ -161,9 +112,7 @@ class Builder:
     def extent(self, axis: Axis) -> Any:
         """The size of an axis: an ``int``, or a proxy where it is symbolic."""
         if self.sizes is not None:
-            if (
-                axis not in self.sizes
-            ):  # of a tensor that is several operands, axes are noted once: equals are resized alike
+            if axis not in self.sizes:  # a tensor that is several operands has its axes noted once: equals are alike
                 axis = next((other for other in self.sizes if other.size == axis.size), axis)
             return self.sizes[axis]
         if isinstance(axis.size, int):
@@ -365,6 +314,7 @@ class GraphBuilder(Builder):
 
     def _finish(self, node: fx.Node) -> None:
         self.created.append(node)
+        check_lengths(node)
         node.meta.update(provenance(self._template))
         if node.op != "get_attr":
             self._is_faking = True

@@ -24,13 +24,24 @@ from lz_compile.passes.formula.pointwise import is_pointwise
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import MutatedError, RefusedError
 from lz_compile.passes.graph.view import tensor_of
+from lz_compile.passes.graph.writes import NEW
 from lz_compile.passes.rewriting.core import Core, find_core
 from lz_compile.passes.rope.rotations import Rotation, check, read
 
 #: How many operations may lie between a tensor and what is made of its features.
 _BEHIND = 16
 _MANY = 80
-_APART = SPLITS | {"getitem", "narrow", "select", "view_as_complex", "flip", "roll", "index_select"}
+_APART = SPLITS | {
+    "getitem",
+    "narrow",
+    "select",
+    "view_as_complex",
+    "flip",
+    "roll",
+    "index_select",
+    "gather",
+    "take_along_dim",
+}
 _PRODUCTS = frozenset({"mul", "addcmul"})
 
 
@@ -120,7 +131,8 @@ def recognise(effects: Effects, output: fx.Node, known: Values) -> Iterator[tupl
     for source in sources(effects, output):
         try:
             core = find_core(effects, source, output, is_operand=True)
-            nodes = tuple(node for node in core.nodes if node is not source)
+            # A new tensor only takes its shape of another one.
+            nodes = tuple(node for node in core.nodes if node is not source and effects.name(node) not in NEW)
             if not nodes or not all(is_read(effects.calls[node]) for node in nodes):
                 continue
             rotation = read(effects, source, output, known)

@@ -17,7 +17,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.editing.edit import MayEdit, anywhere
-from lz_compile.passes.formula.layout import index_of, single_cut
+from lz_compile.passes.formula.layout import WHOLE, index_of, single_cut, spelled_out
 from lz_compile.passes.formula.moves import order_in_memory
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter
@@ -44,7 +44,7 @@ class _Part:
 def join_parts(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     """Let what is filled part by part be joined, in place, where it may be edited; how many tensors were."""
     calls = [call for node in graph.nodes if (call := read(node)) is not None]
-    if not any(call.name in ("setitem", "copy") for call in calls):
+    if not any(call.name in ("setitem", "copy", "index_copy") for call in calls):
         return 0
     made = [call.node for call in calls if call.name in NEW and not call.is_inplace and call.node.users]
     effects = Effects(graph)
@@ -79,7 +79,7 @@ def _parts(new: fx.Node, tensor: torch.Tensor, effects: Effects) -> list[_Part] 
     written = effects.writes_to(new)
     if not 1 < len(written) <= _MOST_PARTS:
         return None
-    found = [*takewhile(bool, (_part(write, target, new, tensor) for write, target in written))]
+    found = [*takewhile(bool, (_part(write, target, new, effects) for write, target in written))]
     if len(found) < 2:
         return None
     written = written[: len(found)]
@@ -98,8 +98,9 @@ def _parts(new: fx.Node, tensor: torch.Tensor, effects: Effects) -> list[_Part] 
     return parts if len(parts) == len(found) else None
 
 
-def _part(write: fx.Node, target: fx.Node, new: fx.Node, tensor: torch.Tensor) -> _Part | None:
+def _part(write: fx.Node, target: fx.Node, new: fx.Node, effects: Effects) -> _Part | None:
     """A store, or a copy into a view that nobody else looks at."""
+    tensor = known_tensor(new)
     if write.target is operator.setitem and write.args[0] is new:
         index, value = write.args[1:]
     elif write.target == "copy_" and len(write.args) == 2:
@@ -108,11 +109,30 @@ def _part(write: fx.Node, target: fx.Node, new: fx.Node, tensor: torch.Tensor) -
         if cut is None or cut[0] is not new or len(target.users) > 1 or write.users:
             return None
         index, value = cut[1], write.args[1]
+    elif write.target == "index_copy_" and len(write.args) == 4 and target is new and not write.users:
+        _, dim, row, value = write.args
+        index = (*[WHOLE] * (int(dim) % tensor.dim()), row, ...)  # type: ignore[arg-type]
     else:
         return None
-    found = single_cut(index, tensor) if isinstance(value, fx.Node) else None
+    found = single_cut(_by_slices(index, tensor.dim(), effects), tensor) if isinstance(value, fx.Node) else None
     part = None if found is None else _Part(write, value, *found)
     return part if part is not None and _fits(part, tensor) else None
+
+
+def _by_slices(index: Any, rank: int, effects: Effects) -> Any:
+    """The index with a slice for the row of places that is all that it names, where these are evenly spaced."""
+    items = spelled_out(index, rank) or []
+    named = [at for at, item in enumerate(items) if item is None or item != WHOLE]
+    row = items[named[0]] if len(named) == 1 else None
+    call = read(row) if isinstance(row, fx.Node) and not effects.is_overwritten(row) else None
+    if call is not None and call.name == "arange" and not call.node.kwargs.keys() & {"start", "end", "step"}:
+        ends = [each for each in call.node.args if isinstance(each, int)]
+        row = [*range(*ends)] if 0 < len(ends) == len(call.node.args) else None
+    if not isinstance(row, list) or not row or not all(type(each) is int and each >= 0 for each in row):
+        return index
+    places = range(row[0], row[-1] + 1, row[1] - row[0] if len(row) > 1 and row[1] > row[0] else 1)
+    cut = slice(places.start, places.stop, places.step)
+    return (*items[: named[0]], cut, *items[named[0] + 1 :]) if [*places] == row else index
 
 
 def _views(target: Any, new: fx.Node) -> list[fx.Node]:

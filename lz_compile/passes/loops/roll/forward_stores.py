@@ -22,7 +22,7 @@ from lz_compile.passes.formula.layout import is_returned
 from lz_compile.passes.formula.moves import STRIDED, order_of, strides_matter
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import origin_of
-from lz_compile.passes.graph.gradients import has_gradient, is_made_attached
+from lz_compile.passes.graph.gradients import differentiated, has_gradient, is_made_attached, left_behind
 from lz_compile.passes.graph.modes import faking
 from lz_compile.passes.graph.view import known_tensor, memory_of, needed, tensor_of
 from lz_compile.passes.loops.roll.piece_writes import Piece, overlap, piece_of, store_pieces
@@ -55,6 +55,7 @@ def _forward_stores(graph: fx.Graph, may_edit: MayEdit) -> int:
     if not loaded:
         return count
     effects = Effects(graph)
+    live = differentiated(graph, effects)
     for buffer in loaded:
         if effects.ambient(stores[buffer][0]).is_transformed:
             continue
@@ -62,12 +63,17 @@ def _forward_stores(graph: fx.Graph, may_edit: MayEdit) -> int:
             found = _loads(buffer, effects)
             if _cuts_gradients(buffer, found, stores[buffer], effects):
                 continue
+            unread = _unread(found, stores[buffer], live)
+            if _goes(buffer, found, stores[buffer]) and left_behind(unread, live) is None:
+                found.unclear.append(
+                    found.written.pop()[0]
+                )  # a reader of the tensor keeps the gradients that it passes on
             left = [load for load, store in found.written if not _replaced(load, store, effects, may_edit)]
             count += len(found.written) - len(left)
             if not (left or found.unclear) and len(found.original) >= LEAST_STEPS and may_edit(buffer):
                 _read_before(buffer, found, stores[buffer][0])
                 count += len(found.original)
-            count += _drop_overwritten(buffer, may_edit)
+            count += _drop_overwritten(buffer, live, may_edit)
     return count
 
 
@@ -119,11 +125,21 @@ def _loads(buffer: fx.Node, effects: Effects) -> _Loads:
 def _cuts_gradients(buffer: fx.Node, found: _Loads, stores: Sequence[fx.Node], effects: Effects) -> bool:
     """Whether what is read would lose, all over, a gradient that it has of the tensor only: one of zeros, but there."""
     if is_made_attached(buffer, effects):
-        readers = {load for load, _ in found.written} | set(stores)
-        return bool(found.written) and not found.original and readers.issuperset(buffer.users)
+        return _goes(buffer, found, stores)
     first = min((effects.position[each] for each in stores if _is_attached(each, effects)), default=math.inf)
     late = [load for load in found.original if effects.position[load] > first]
     return any(not _is_attached(user, effects, late) for load in late for user in load.users)
+
+
+def _goes(buffer: fx.Node, found: _Loads, stores: Sequence[fx.Node]) -> bool:
+    """Whether nobody reads a tensor once its readers take what was written."""
+    readers = {load for load, _ in found.written} | set(stores)
+    return bool(found.written) and not found.original and readers.issuperset(buffer.users)
+
+
+def _unread(found: _Loads, stores: Sequence[fx.Node], live: Collection[fx.Node]) -> set[fx.Node]:
+    """The stores that nobody reads back who is differentiated."""
+    return set(stores) - {store for load, store in found.written if any(user in live for user in load.users)}
 
 
 def _is_attached(reader: fx.Node, effects: Effects, but: Collection[fx.Node] = ()) -> bool:
@@ -221,7 +237,7 @@ def _keep_for_gradients(graph: fx.Graph, given: Collection[fx.Node]) -> None:
         node.replace_input_with(view, copy)
 
 
-def _drop_overwritten(buffer: fx.Node, may_edit: MayEdit) -> int:
+def _drop_overwritten(buffer: fx.Node, live: Collection[fx.Node], may_edit: MayEdit) -> int:
     """Erase stores of pieces that are stored again before anybody reads them; how many there were."""
     stores: dict[Piece, list[fx.Node]] = {}
     loads: list[tuple[fx.Node, Piece]] = []
@@ -236,17 +252,20 @@ def _drop_overwritten(buffer: fx.Node, may_edit: MayEdit) -> int:
             loads.append((user, piece))
     if len(loads) > _MOST_READERS or _is_seen_otherwise(buffer):
         return 0
-    count, memory = 0, memory_of(buffer)
+    memory, dropped, gone = memory_of(buffer), list[fx.Node](), set[fx.Node]()
     for piece, found in stores.items():
         readers = others + [load for load, own in loads if overlap(own, piece)]
         ordered = sorted(found)
         for store, following in itertools.pairwise(ordered):
             # A view that was taken before is read who knows when; a copy was not of what is stored here.
             is_read = any(each < following and (each > store or memory_of(each) == memory) for each in readers)
-            if not is_read and not _attaches(store, following) and may_edit(store):
-                buffer.graph.erase_node(store)
-                count += 1
-    return count
+            behind = None if is_read or _attaches(store, following) else left_behind([store], live, gone)
+            if behind is not None and may_edit(store):
+                dropped.append(store)
+                gone = behind
+    for store in dropped:
+        buffer.graph.erase_node(store)
+    return len(dropped)
 
 
 def _attaches(store: fx.Node, following: fx.Node) -> bool:
