@@ -7,6 +7,7 @@ computes the same, and whoever reads arithmetic reads it. ``hstack((x, y))`` is 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial, reduce
 
 import torch
 from torch import fx
@@ -31,10 +32,10 @@ def spell_out_notation(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
 
 
 def _sums_no_products(said: Notation) -> bool:
-    """Whether it is one tensor that is summed, or two that are multiplied; neither is read along a diagonal."""
+    """Whether it is one tensor that is summed, or several that are multiplied; none is read along a diagonal."""
     is_plain = all(len(set(names)) == len(names) for names in said.labels)
     sums = {label for names in said.labels for label in names} - {*said.result}
-    return is_plain and (len(said.operands) == 1 or (len(said.operands) == 2 and not sums))
+    return is_plain and (len(said.operands) == 1 or not sums)
 
 
 def _spelled(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
@@ -67,7 +68,7 @@ def _arithmetic(call: Call, emit: Emitter) -> fx.Node | None:
     summed = [label for label in said.labels[0] if label not in said.result]
     order = [*said.result, *summed]
     values = [_placed(*each, order, emit) for each in zip(said.operands, said.labels, strict=True)]
-    value = values[0] if len(values) == 1 else emit.call(torch.mul, *values)
+    value = reduce(partial(emit.call, torch.mul), values)
     return emit.call("sum", value, list(range(len(said.result), len(order)))) if summed else value
 
 
