@@ -81,6 +81,31 @@ def test_a_softmax_is_read_in_every_base(name: str) -> None:
     assert match.attributes.get("has_sinks", False) == name.startswith("sink")
 
 
+@pytest.mark.parametrize("is_max", [True, False])
+def test_the_smallest_number_less_the_largest_of_its_row_is_finite(is_max: bool) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keep = (torch.arange(7) > 3).logical_and(torch.arange(5)[:, None] > 1)
+        scores = torch.where(keep, q @ k.mT, torch.finfo(q.dtype).min)
+        largest = scores.max(-1, keepdim=True).values if is_max else scores.amax(-1, keepdim=True)
+        return _quotient(torch.exp2((scores - largest) * math.log2(math.e)), v)
+
+    backend = _compared(attention, _inputs((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 6)))
+    (match,) = backend.report.matches
+    assert match.rewritten, backend.why_not()
+    assert match.attributes["masked_rows"] == "mean"
+
+
+def test_fills_of_float64_that_differ_are_filled_in() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.mT).masked_fill(torch.ones(5, 7, dtype=torch.bool).triu(2), -torch.inf)
+        scores = scores.masked_fill(torch.arange(7) < 4, torch.finfo(q.dtype).min)
+        return scores.softmax(-1) @ v
+
+    backend = _compared(attention, _inputs((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 6)))
+    (match,) = backend.report.matches
+    assert match.rewritten, backend.why_not()
+
+
 LOOKALIKES: dict[str, Spelling] = {
     "divided by the sum in another base": lambda s, v: 2**s / (3**s).sum(-1, keepdim=True) @ v,
     "logarithm of another base": lambda s, v: 2 ** _logs(s, 2.0, torch.log) @ v,

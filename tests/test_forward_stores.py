@@ -141,6 +141,45 @@ def test_a_recurrence_over_what_a_tensor_holds_is_read_however_it_is_spelled(see
     assert {match.op for match in backend.report.matches if match.rewritten} == {"scan"}, backend.why_not()
 
 
+VIEWS: dict[str, Callable[[Tensor], Callable[[int], Tensor]]] = {
+    "index": lambda x: lambda t: x[:, t],
+    "select": lambda x: lambda t: x.select(-2, t - x.shape[1]),
+    "narrow": lambda x: lambda t: x.narrow(1, t, 1),
+    "unbind": lambda x: x.unbind(1).__getitem__,
+    "split": lambda x: x.split(1, dim=1).__getitem__,
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_results_are_stored_by_any_view_of_one_step(name: str) -> None:
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        out, state = torch.empty_like(x), x[:, 0]
+        piece = VIEWS[name](out)
+        for t in range(x.shape[1]):
+            state = a * state + x[:, t]
+            piece(t).copy_(state[:, None] if piece(t).dim() == x.dim() else state)
+        return out
+
+    x, a = torch.randn(2, 18, 3, dtype=torch.float64), torch.rand(3, dtype=torch.float64)
+    backend = Rewriting()
+    got = torch.compile(program, backend=backend, fullgraph=True)(x, a)
+    torch.testing.assert_close(got, program(x, a), rtol=1e-9, atol=1e-9)
+    assert [match.op for match in backend.report.matches if match.rewritten] == ["scan"], backend.why_not()
+
+
+@pytest.mark.parametrize("name", ["index", "select", "narrow"])
+def test_a_state_is_read_back_by_any_view_of_one_step(name: str) -> None:
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        out = x.clone()
+        piece = VIEWS[name](out)
+        for t in range(1, x.shape[1]):
+            piece(t).add_(a * piece(t - 1))
+        return out
+
+    backend = run(program, *inputs())
+    assert [match.op for match in backend.report.matches if match.rewritten] == ["scan"], backend.why_not()
+
+
 def overwritten_later(x: Tensor, a: Tensor) -> Tensor:
     out = torch.zeros_like(x)
     out[:, 0] = x[:, 0]

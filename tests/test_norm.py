@@ -333,6 +333,17 @@ def test_a_root_may_be_spelled_by_a_logarithm() -> None:
     assert only(backend).attributes["has_weight"]
 
 
+def test_a_root_may_drop_its_dimension_by_an_index() -> None:
+    def layer(x: Tensor, weight: Tensor) -> Tensor:
+        root = torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)[..., 0]
+        return torch.einsum("bs,d,bsd->bsd", root, weight, x)
+
+    inputs = torch.randn(2, 5, 24), torch.randn(24)
+    got, backend = compiled(layer, *inputs)
+    torch.testing.assert_close(got, layer(*inputs))
+    assert only(backend).attributes["has_weight"]
+
+
 def test_a_gate_before_is_part_of_the_row() -> None:
     def mamba(x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
         return weight * _rms(x * F.silu(gate))

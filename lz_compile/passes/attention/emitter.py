@@ -256,7 +256,10 @@ class AttentionEmitter(TableEmitter):
             self._piecewise(builder, sympy.expand(expression.xreplace({flags[0]: value})), groups)
             for value in (sympy.S.One, sympy.S.Zero)
         )
-        return torch.where(self._flag(builder, flags[0], groups), on, off)
+        flag = self._flag(builder, flags[0], groups)
+        if isinstance(on, float):  # of two numbers a tensor would be made that may not hold them
+            on = flag.new_full((), on, dtype=self._wide())
+        return torch.where(flag, on, off)
 
     def result(self, builder: Builder, value: Any) -> Any:
         """The kernel's ``[B, H, S, E]`` in the layout and dtype of the node that it replaces."""

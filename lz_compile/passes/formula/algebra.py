@@ -221,7 +221,7 @@ class Region:
 
     def _search(self, node: fx.Node, goal: frozenset[str]) -> bool:
         call = self.effects.calls.get(node)
-        if call is None or tensor_of(node) is None:
+        if call is None or (tensor_of(node) is None and call.name not in goal):
             return False
         if call.name in goal or ("matmul" in goal and self._is_contracted(call)):
             return True
@@ -313,7 +313,8 @@ class Region:
         expanded = reduce_indicators(expression)
         values = [symbol for symbol in expanded.free_symbols if not symbol.is_integer]
         constant, rest = expanded.as_independent(*values, as_Add=True) if values else (expanded, sympy.S.Zero)
-        held = overflowed(constant, dtype)
+        is_less = any(self.reaches(each.node, frozenset({"amax", "max"})) for each in self.leaves_in(rest).values())
+        held = constant if is_less else overflowed(constant, dtype)  # a row's maximum is as large
         return expression if held == constant else rest + held
 
     def operand(self, call: Call, name: str, dims: Dims) -> sympy.Expr:

@@ -101,6 +101,8 @@ def _getitem(call: Call, shape: Shape, dims: Dims) -> Dims:
         elif isinstance(item, slice) and _is_whole(item, shape[len(source)]):
             source.append(dims[position])
             position += 1
+        elif item in (0, -1) and shape[len(source)] == 1:  # the one place that there is
+            source.append(())
         else:
             raise LayoutError("an index that selects")
     return (*source, *dims[position:])
@@ -310,7 +312,7 @@ def is_in_axes(call: Call) -> bool:
 
 
 def shows_whole(call: Call) -> bool:
-    """Whether a ``getitem`` only inserts dimensions and keeps whole ones."""
+    """Whether a ``getitem`` only inserts or drops dimensions of one element and keeps whole ones."""
     source = tensor_of(call.input)
     if source is None:
         return False

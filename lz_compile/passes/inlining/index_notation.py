@@ -7,7 +7,7 @@ computes the same, and whoever reads arithmetic reads it. ``hstack((x, y))`` is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import partial, reduce
 
 import torch
 from torch import fx
@@ -68,7 +68,7 @@ def _arithmetic(call: Call, emit: Emitter) -> fx.Node | None:
     summed = [label for label in said.labels[0] if label not in said.result]
     order = [*said.result, *summed]
     values = [_placed(*each, order, emit) for each in zip(said.operands, said.labels, strict=True)]
-    value = reduce(lambda left, right: emit.call(torch.mul, left, right), values)  # as PyTorch does, from left to right
+    value = reduce(partial(emit.call, torch.mul), values)  # from left to right, as PyTorch does
     return emit.call("sum", value, list(range(len(said.result), len(order)))) if summed else value
 
 

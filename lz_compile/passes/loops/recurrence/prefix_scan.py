@@ -195,9 +195,10 @@ class _Reader:
         call, tensor = self._effects.calls[node], tensor_of(node)
         if call is None or tensor is None or call.name not in _SLICES | _JOINS | _SPLITS:
             return False
-        if call.name == "getitem" and layout.shows_whole(call):  # it inserts dimensions
-            return False
         sources = [tensor_of(operand) for operand in node.all_input_nodes]
+        inserts = all(source is not None and source.dim() < tensor.dim() for source in sources)
+        if call.name == "getitem" and inserts and layout.shows_whole(call):
+            return False
         return any(source is not None and _extent(source, dim) != _extent(tensor, dim) for source in sources)
 
     def _leaves(self, core: Sequence[fx.Node], dim: int) -> list[fx.Node] | None:

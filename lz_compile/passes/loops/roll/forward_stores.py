@@ -25,7 +25,7 @@ from lz_compile.passes.graph.emitter import origin_of
 from lz_compile.passes.graph.gradients import differentiated, has_gradient, is_made_attached, left_behind
 from lz_compile.passes.graph.modes import faking
 from lz_compile.passes.graph.view import known_tensor, memory_of, needed, tensor_of
-from lz_compile.passes.loops.roll.piece_writes import Piece, overlap, piece_of, store_pieces
+from lz_compile.passes.loops.roll.piece_writes import Piece, cut_of, overlap, piece_of, store_pieces
 from lz_compile.passes.loops.roll.steps import kind_of
 from lz_compile.passes.loops.roll.worthwhile import LEAST_STEPS
 from lz_compile.passes.rewriting.core import wants_grad
@@ -51,7 +51,7 @@ def _forward_stores(graph: fx.Graph, may_edit: MayEdit) -> int:
     for node in graph.nodes:
         if node.target is operator.setitem and isinstance(node.args[0], fx.Node):
             stores.setdefault(node.args[0], []).append(node)
-    loaded = [buffer for buffer in stores if any(user.target is operator.getitem for user in buffer.users)]
+    loaded = [buffer for buffer in stores if any(map(cut_of, buffer.users))]
     if not loaded:
         return count
     effects = Effects(graph)
@@ -103,7 +103,7 @@ def _loads(buffer: fx.Node, effects: Effects) -> _Loads:
         piece, position = pieces[user], effects.position[user]
         if user.target is operator.setitem or (position > last and (piece is None or not when.touches(piece))):
             continue
-        if piece is None or user.target is not operator.getitem:
+        if piece is None:
             if position < last:
                 found.unclear.append(user)
             continue
@@ -202,9 +202,9 @@ def _last_reader(load: fx.Node, effects: Effects) -> int:
 
 
 def _piece(node: fx.Node, buffer: fx.Node) -> Piece | None:
-    if len(node.args) < 2 or node.args[0] is not buffer:
-        return None
-    return piece_of(node.args[1], tensor_of(buffer))
+    """What of a tensor a call stores or reads, None where it does something else with it."""
+    found = (node.args[0], node.args[1]) if node.target is operator.setitem else cut_of(node)
+    return None if found is None or found[0] is not buffer else piece_of(found[1], tensor_of(buffer))
 
 
 def _read_before(buffer: fx.Node, found: _Loads, first: fx.Node) -> None:
@@ -216,8 +216,10 @@ def _read_before(buffer: fx.Node, found: _Loads, first: fx.Node) -> None:
     copy.meta.update(origin_of(first))
     copy.meta["example_value"] = _copied(tensor, torch.Tensor.clone)
     for load in found.original:
+        cut = cut_of(load)
+        assert cut is not None, "a piece is read"
         load.replace_input_with(buffer, copy)
-        load.meta["example_value"] = _copied(copy.meta["example_value"], operator.itemgetter(load.args[1]))
+        load.meta["example_value"] = _copied(copy.meta["example_value"], operator.itemgetter(cut[1]))
 
 
 def _keep_for_gradients(graph: fx.Graph, given: Collection[fx.Node]) -> None:
@@ -244,7 +246,7 @@ def _drop_overwritten(buffer: fx.Node, live: Collection[fx.Node], may_edit: MayE
     others: list[fx.Node] = []
     for user in buffer.users:
         piece = _piece(user, buffer)
-        if piece is None or user.target not in (operator.setitem, operator.getitem) or user.args[2:3] == (buffer,):
+        if piece is None or (user.target is operator.setitem and user.args[2] is buffer):
             others.append(user)
         elif user.target is operator.setitem:
             stores.setdefault(piece, []).append(user)

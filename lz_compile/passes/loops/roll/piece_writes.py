@@ -1,7 +1,7 @@
 """Pieces of a tensor that are overwritten through a view of them, as stores into that tensor.
 
-``x[:, t] += y`` reads a piece, computes, and stores; ``x[:, t].add_(y)`` does the same through a view. Told as a value that
-is stored, both are what :mod:`forward_stores` follows.
+``x[:, t] += y`` reads a piece, computes, and stores; ``x[:, t].add_(y)`` does the same through a view, and so does
+``x.select(1, t).add_(y)``. Told as a value that is stored, all are what :mod:`forward_stores` follows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.editing.edit import MayEdit
-from lz_compile.passes.formula.layout import elements_of, is_returned, places_of
+from lz_compile.passes.formula.layout import elements_of, index_of, is_returned, places_of
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter, origin_of
 from lz_compile.passes.graph.view import known_tensor, memory_of, reached, read, tensor_of
@@ -84,7 +84,17 @@ def _buffer(node: fx.Node, chained: Collection[fx.Node]) -> fx.Node:
     view = node.all_input_nodes[0]
     while view in chained:
         view = view.all_input_nodes[0]
-    return view.all_input_nodes[0]
+    found = cut_of(view)
+    assert found is not None, "a piece is cut out of a tensor"
+    return found[0]
+
+
+def cut_of(view: fx.Node) -> tuple[fx.Node, Any] | None:
+    """The tensor that a view cuts a piece out of, and the index that does so; None for any other view."""
+    call = read(view)
+    if view.target is operator.getitem and tensor_of(view.args[0]) is not None:
+        return view.all_input_nodes[0], view.args[1]
+    return None if call is None or tensor_of(view) is None else index_of(call)
 
 
 def _writes_piece(node: fx.Node, chained: Collection[fx.Node] = ()) -> bool:
@@ -92,8 +102,7 @@ def _writes_piece(node: fx.Node, chained: Collection[fx.Node] = ()) -> bool:
     call, view = read(node), node.args[0] if node.args else None
     if call is None or not call.is_inplace or not isinstance(view, fx.Node) or "out" in node.kwargs:
         return False
-    is_piece = view.target is operator.getitem and tensor_of(view.args[0]) is not None
-    return (view in chained or is_piece) and call.name in ELEMENTWISE | {"copy"}
+    return call.name in ELEMENTWISE | {"copy"} and (view in chained or cut_of(view) is not None)
 
 
 def is_overwritten(view: fx.Node) -> bool:
@@ -106,11 +115,13 @@ def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
     view, call = node.args[0], read(node)
     if call is None or not _writes_piece(node) or not isinstance(view, fx.Node) or effects.ambient(node).is_transformed:
         return False
-    buffer = view.args[0]
-    index = view.args[1]
+    found = cut_of(view)
+    if found is None:
+        return False
+    buffer, index = found
     if not _is_plain(index, tensor_of(buffer)) or _is_seen_later(view, node, effects) or is_returned(view):
         return False
-    if _is_written_later(view, node, effects) or _changes_later(view, node, effects) or not may_edit(node):
+    if _is_written_later(view, buffer, node, effects) or _changes_later(view, node, effects) or not may_edit(node):
         return False
     graph, ambient = node.graph, effects.ambient(node)
     with graph.inserting_before(node):
@@ -132,10 +143,12 @@ def _stored(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
         user.replace_input_with(view, value)
     effects.position.setdefault(value, effects.position[node])
     graph.erase_node(node)
+    if not view.users:  # a loop that fills the tensor would seem to read it
+        graph.erase_node(view)
     return True
 
 
-def _stores(user: fx.Node, buffer: Any, index: Any, value: fx.Node) -> bool:
+def _stores(user: fx.Node, buffer: fx.Node, index: Any, value: fx.Node) -> bool:
     if user.target is not operator.setitem or user.args[0] is not buffer or user.args[2] is not value:
         return False
     return str(user.args[1]) == str(index)
@@ -153,16 +166,14 @@ def _is_seen_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
     return any(_is_after(user, node, effects) for each in shown for user in each.users)
 
 
-def _is_written_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
+def _is_written_later(view: fx.Node, buffer: fx.Node, node: fx.Node, effects: Effects) -> bool:
     """Whether a later call overwrites the piece through the same view, and was not spelled as a store."""
     memory = memory_of(view)
     later = (user for user in view.users if user is not node and _is_after(user, node, effects))
     followed = reached(later, lambda user: user.users if memory_of(user) == memory else ())
     calls = [call for call in map(read, followed) if call is not None and writes(call)]
     # the piece is put where it is
-    return not all(
-        each.name == "setitem" and each.input is view.args[0] and each.node.args[2] is view for each in calls
-    )
+    return not all(each.name == "setitem" and each.input is buffer and each.node.args[2] is view for each in calls)
 
 
 def _changes_later(view: fx.Node, node: fx.Node, effects: Effects) -> bool:
