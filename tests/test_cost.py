@@ -105,6 +105,15 @@ def test_keys_that_no_cache_holds_are_read_in_strips_by_compiled_loops(dtype: to
         assert of_decoding(kernel, keys // 8) > 0.85, kernel
 
 
+def test_a_few_rows_of_a_head_are_priced_as_products_and_one_as_a_loop() -> None:
+    """Heads that share keys are rows of one head where copies of keys are read through."""
+    for dtype in (torch.float32, torch.bfloat16):
+        found = [work("lz.blocked", dtype, frozenset(), sizes(queries, 1024)) for queries in (1, 4)]
+        loop, product = (set(each.amounts) for each in found if each is not None)
+        assert ("row" in loop, "group" in loop) == (True, False)
+        assert ("row" in product, "group" in product) == (False, True)
+
+
 def test_products_of_heads_side_by_side_take_longer_in_16_bits_but_where_keys_are_in_one_piece() -> None:
     def written_out(dtype: torch.dtype, batch: int) -> float:
         at = sizes(64, batch_size=batch)

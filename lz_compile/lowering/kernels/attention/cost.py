@@ -189,12 +189,13 @@ def _blocked(x: _Shape) -> Work:
     band, boolean = (_BAND, _BOOLEANS) if x.scores < FEWEST else (_BAND_NUMBERS, _NUMBERS)
     points = x.scores * seen * (1.2 + x.conditions(band * causal, boolean, 0.3, _CAPPED))
     if x.queries <= _FEW:
-        if x.groups == 1:
-            calls = _HALF_CALLS if x.is_half and x.queries > 1 else 2
+        if x.groups == x.queries == 1:
             reads = (1.15 if x.is_half else 1.0) * x.in_strips * x.held
-            return _work(x, {"row": reads, "pointwise": points, "call": calls})
-        copies = 4.0 if x.is_half else 0.65  # products in 16 bits want keys in one piece
-        return _work(x, {"group": copies * x.in_strips * x.held, "pointwise": points, "call": 2})
+            return _work(x, {"row": reads, "pointwise": points, "call": 2})
+        # Products of a few rows: those of one head, or those of the heads that share its keys, which want these in one piece.
+        copies = 0.65 if not x.is_half else 1.0 if x.groups == 1 else 4.0
+        calls = _HALF_CALLS if x.is_half and x.groups == 1 else 2
+        return _work(x, {"group": copies * x.in_strips * x.held, "pointwise": points, "call": calls})
     times, blocks = 4 if x.is_training else 1, math.ceil(x.queries / block)
     # Blocks of one size share their memory; causal ones see more keys each, and differ.
     shares = [(i + 1) / blocks for i in range(blocks)] if causal < 1.0 and blocks <= MAX_KINDS else [1.0]
