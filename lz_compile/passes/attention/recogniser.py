@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Generic, TypeVar
 
 import sympy
@@ -278,16 +279,13 @@ def _is_share(region: Region, weights: list[fx.Node]) -> bool:
     def is_sum(node: fx.Node) -> bool:
         return region.effects.name(node) in ("sum", "logsumexp")
 
-    return (
-        path_to(weights, lambda node: node.all_input_nodes, is_sum, lambda node: is_product(region, node)) is not None
-    )
+    return path_to(weights, lambda node: node.all_input_nodes, is_sum, partial(is_product, region)) is not None
 
 
 def _refuse_unread_function(region: Region, expression: sympy.Expr) -> None:
     """Refuse where the scores are a product of two computed tensors behind a function that has no reading here."""
     for leaf in region.leaves_in(expression).values():
-        node = leaf.node
-        tensor = tensor_of(node)
+        node, tensor = leaf.node, tensor_of(leaf.node)
         shape = None if tensor is None else shape_of(tensor)
         call, passed = region.effects.calls[node], dict[str, bool]()
         while call is not None and call.name not in contraction.PRODUCTS and len(node.all_input_nodes) == 1:
