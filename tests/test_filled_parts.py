@@ -178,7 +178,14 @@ def _named_otherwise(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
     return (new,)
 
 
-@pytest.mark.parametrize("function", [_out_of_order, _counted_on, _by_flags, _named_otherwise])
+def _of_one_number(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    new = torch.zeros(())
+    new.index_copy_(0, torch.arange(1), a[0, 0])
+    new.index_copy_(0, torch.arange(1), b[0, 0])
+    return (new,)
+
+
+@pytest.mark.parametrize("function", [_out_of_order, _counted_on, _by_flags, _named_otherwise, _of_one_number])
 def test_other_places_stay(function: Function) -> None:
     assert joined(function, torch.randn(5, 6), torch.randn(5, 6))[0] == 0
 

@@ -593,9 +593,9 @@ def test_a_lock_on_an_unknown_kernel_or_op_is_refused_with_the_nearest_name():
             split({"layerzero.lock": {"attention": wrong}})
 
 
-@pytest.mark.parametrize("device", ["meta", "cuda", "mps"])
+@pytest.mark.parametrize("device", ["meta", "cuda", "mps", "xla"])
 def test_for_a_device_that_computes_nothing_here_no_kernel_is_asked_for(device: str) -> None:
-    if device != "meta" and torch.get_device_module(device).is_available():
+    if device != "meta" and hasattr(torch, device) and torch.get_device_module(device).is_available():
         pytest.skip(f"there is such a device: {device}")
     backend = Rewriting(lock={"attention": "lz.blocked"})  # it runs on all devices
     with FakeTensorMode():

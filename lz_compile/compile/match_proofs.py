@@ -36,8 +36,8 @@ def _is_here(device: str) -> bool:
     """Whether a kind of device computes numbers on this machine; graphs are also made for others, with fake tensors."""
     if device in ("cpu", "meta"):
         return device == "cpu"
-    is_available = getattr(torch.get_device_module(device), "is_available", None)
-    return is_available is None or bool(is_available())
+    module = getattr(torch, device, None)  # none where nobody registered one, as for "xla"
+    return module is not None and (not hasattr(module, "is_available") or bool(module.is_available()))
 
 
 def is_loaded(match: Match, kernel: KernelSpec, entry: MatchReport, state: State) -> bool:

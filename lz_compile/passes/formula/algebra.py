@@ -198,11 +198,8 @@ class Region:
         call, tensor = self.effects.calls[node], tensor_of(node)
         if call is None or tensor is None or tensor.dim() or call.is_inplace:
             return False
-        inputs = node.all_input_nodes
-        is_plain = call.name in POINTWISE or is_cast(call)
-        return is_constant(call) or (
-            is_plain and bool(inputs) and all(self._is_constant(operand) for operand in inputs)
-        )
+        inputs = node.all_input_nodes if call.name in POINTWISE or is_cast(call) else ()
+        return is_constant(call) or (bool(inputs) and all(map(self._is_constant, inputs)))
 
     def seen_by(self, reader: fx.Node, node: fx.Node) -> fx.Node:
         """The value of ``node`` that ``reader`` sees; remembered, because nothing may overwrite it after that."""
@@ -313,7 +310,9 @@ class Region:
         expanded = reduce_indicators(expression)
         values = [symbol for symbol in expanded.free_symbols if not symbol.is_integer]
         constant, rest = expanded.as_independent(*values, as_Add=True) if values else (expanded, sympy.S.Zero)
-        is_less = any(self.reaches(each.node, frozenset({"amax", "max"})) for each in self.leaves_in(rest).values())
+        apart = {term.as_coeff_Mul()[1] for term in sympy.Add.make_args(rest)}
+        added = [leaf.node for symbol, leaf in self.leaves_in(rest).items() if symbol in apart]
+        is_less = any(self.reaches(node, frozenset({"amax", "max", "amin", "min"})) for node in added)
         held = constant if is_less else overflowed(constant, dtype)  # a row's maximum is as large
         return expression if held == constant else rest + held
 

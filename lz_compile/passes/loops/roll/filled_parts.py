@@ -109,7 +109,7 @@ def _part(write: fx.Node, target: fx.Node, new: fx.Node, effects: Effects) -> _P
         if cut is None or cut[0] is not new or len(target.users) > 1 or write.users:
             return None
         index, value = cut[1], write.args[1]
-    elif write.target == "index_copy_" and len(write.args) == 4 and target is new and not write.users:
+    elif write.target == "index_copy_" and len(write.args) == 4 and target is new and tensor.dim() and not write.users:
         _, dim, row, value = write.args
         index = (*[WHOLE] * (int(dim) % tensor.dim()), row, ...)  # type: ignore[arg-type]
     else:
