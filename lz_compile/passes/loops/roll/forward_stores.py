@@ -65,9 +65,8 @@ def _forward_stores(graph: fx.Graph, may_edit: MayEdit) -> int:
                 continue
             unread = _unread(found, stores[buffer], live)
             if _goes(buffer, found, stores[buffer]) and left_behind(unread, live) is None:
-                found.unclear.append(
-                    found.written.pop()[0]
-                )  # a reader of the tensor keeps the gradients that it passes on
+                # A reader of the tensor keeps the gradients that it passes on.
+                found.unclear.append(found.written.pop()[0])
             left = [load for load, store in found.written if not _replaced(load, store, effects, may_edit)]
             count += len(found.written) - len(left)
             if not (left or found.unclear) and len(found.original) >= LEAST_STEPS and may_edit(buffer):
