@@ -17,7 +17,7 @@ from lz_compile.compile.options import Options
 from lz_compile.compile.pipeline import _everywhere
 from lz_compile.compile.stages import State, run
 from lz_compile.ground import events
-from lz_compile.passes.editing import edit
+from lz_compile.passes.editing import edit, edit_proof
 from lz_compile.passes.editing.dead import drop_dead
 from lz_compile.passes.editing.edit import MayEdit, RefutedError, Rewrite, apply, apply_places
 from lz_compile.passes.editing.edit_proof import Verdict, difference
@@ -452,6 +452,109 @@ def test_a_result_that_becomes_a_view_of_an_input_refutes_an_edit() -> None:
 
     told, _ = edited(program, edit, *(each.detach() for each in inputs()))
     assert "shares memory with" in told
+
+
+# ---- places that have nothing to do with each other -----------------------------------------------------------------
+
+
+def residual(x: Tensor, a: Tensor) -> Tensor:
+    x = x * 1
+    for power in range(1, 4):
+        x = x.add_(torch.tanh(x * a**power))
+        x = x + torch.sin(x)
+    return x
+
+
+def out_of_place(module: fx.GraphModule, *, wrong: int | None = None) -> None:
+    """Sums by themselves instead of those in place, one of them a difference."""
+    for place, node in enumerate([node for node in module.graph.nodes if node.target == "add_"]):
+        first, second = node.args
+        with module.graph.inserting_before(node):
+            new = made(module.graph.call_function(torch.sub if place == wrong else torch.add, (first, second)), node)
+        for reader in [*first.users, *node.users]:
+            if reader > node:
+                reader.replace_input_with(node, new)
+                reader.replace_input_with(first, new)
+        module.graph.erase_node(node)
+
+
+@pytest.fixture
+def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of what is run, though an edit is small: once before, and once after it, if that is the same."""
+    monkeypatch.setattr(edit_proof, "_MANY_BYTES", 0)
+    found: list[int] = []
+    ran = edit_proof._Trial.difference
+
+    def difference(trial: edit_proof._Trial, **kinds: Any) -> str:
+        found.append(len(trial._stretch.before))
+        return ran(trial, **kinds)
+
+    monkeypatch.setattr(edit_proof._Trial, "difference", difference)
+    return found
+
+
+def test_places_that_nothing_connects_are_run_by_themselves_and_equal_ones_once(lengths: list[int]) -> None:
+    assert edited(residual, out_of_place, *(each.detach() for each in inputs())) == ("", [])
+    assert lengths == [1]
+
+
+def test_places_with_other_numbers_are_not_equal(lengths: list[int]) -> None:
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        return torch.sin(torch.mul(x, 2.0)) + torch.sin(torch.mul(x, 3.0)) * a
+
+    def edit(module: fx.GraphModule) -> None:
+        for node in module.graph.find_nodes(op="call_function", target=torch.mul):
+            with module.graph.inserting_before(node):
+                new = made(module.graph.call_function(torch.add, (node.args[0], node.args[0])), node)
+            node.replace_all_uses_with(new)
+            module.graph.erase_node(node)
+
+    told, _ = edited(program, edit, *(each.detach() for each in inputs()))
+    assert lengths[:2] == [1, 1]
+    assert "mul_1 is off by" in told
+
+
+@pytest.mark.parametrize("wrong", range(3))
+def test_one_wrong_place_of_several_refutes_an_edit(wrong: int, lengths: list[int]) -> None:
+    told, _ = edited(residual, partial(out_of_place, wrong=wrong), *(each.detach() for each in inputs()))
+    assert "is off by" in told
+    assert lengths[:2] == [1, 1] if wrong else lengths[0] == 1
+    assert max(lengths) > 1, "what is refuted in parts is run as a whole"
+
+
+def test_an_edit_that_is_too_large_to_be_run_is_proven_in_parts(
+    lengths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, a = (each.detach() for each in inputs())
+    monkeypatch.setattr(edit_proof, "_MOST_BYTES", 3 * x.nbytes)
+    assert edited(residual, out_of_place, x, a) == ("", [])
+    monkeypatch.setattr(edit_proof, "_MANY_BYTES", 1 << 30)
+    _, (unproven,) = edited(residual, out_of_place, x, a)
+    assert "a run would take" in unproven
+
+
+def test_strides_that_a_call_in_between_would_see_are_seen(lengths: list[int]) -> None:
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        sines = torch.sin(x)
+        return torch.cos(x).sum() * a + sines.as_strided((1, 4), (4, 1), 8).sum()
+
+    def edit(module: fx.GraphModule) -> None:
+        by(torch.sin, lambda graph, node: graph.call_function(turned, node.args))(module)
+        node = node_of(module, turned)
+        node.meta["example_value"] = node.meta["example_value"].transpose(0, 1).contiguous().transpose(0, 1)
+        row = (slice(0, 1), 1)  # what lies in that memory from its eighth place on
+        by("as_strided", lambda graph, node: graph.call_function(operator.getitem, (node.args[0], row)))(module)
+        for target in ("as_strided", torch.sin):
+            module.graph.erase_node(node_of(module, target))
+
+    told, _ = edited(program, edit, *(each.detach() for each in inputs()))
+    assert lengths[:2] == [1, 5]
+    assert "as_strided is off by" in told
+
+
+def turned(x: Tensor) -> Tensor:
+    """Sines whose strides are those of the other order of dimensions."""
+    return torch.sin(x).transpose(0, 1).contiguous().transpose(0, 1)
 
 
 def test_what_memory_holds_is_known_by_name() -> None:

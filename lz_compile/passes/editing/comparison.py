@@ -130,12 +130,18 @@ def touched_behind(stretch: Stretch) -> int | None:
     return _behind_last_touch(stretch, both) if both else None
 
 
+def seen_of(stretch: Stretch, nodes: Sequence[fx.Node]) -> list[tuple[bool, bool, bool]]:
+    """Whether each value leaves the graph, is written behind by any name, and may be anything by then."""
+    leaving, behind = _leaving(stretch), written(stretch.behind)
+    return [(node in leaving, not behind.isdisjoint(memories_of(node)), _is_done_with(node, stretch)) for node in nodes]
+
+
 def _leaving(stretch: Stretch) -> set[fx.Node]:
     """Nodes that the graph returns, by themselves or as a view, or that its caller has."""
     found = {was.node for was in (*stretch.ahead, *stretch.before) if was.op in ("placeholder", "get_attr")}
     given = {memory for node in found for memory in memories_of(node)}
     for was in reversed(stretch.behind):
-        call = read(was.node)
+        call = read(cast("fx.Node", was))
         if was.op == "output" or (was.node in found and call is not None and may_be_view(call, operands_of(was))):
             found.update(operands_of(was))
     return found | {was.node for was in stretch.ahead if not given.isdisjoint(memories_of(was.node))}
@@ -176,8 +182,10 @@ class Difference:
     may_be_rounding: bool = False
 
 
-def differences(stretch: Stretch, original: Ran, edited: Ran, rounding: Rounding) -> Iterator[Difference]:
-    """Everything that differs after an edit."""
+def differences(
+    stretch: Stretch, original: Ran, edited: Ran, rounding: Rounding, *, all_strides: bool = False
+) -> Iterator[Difference]:
+    """Everything that differs after an edit; strides where its graph shows them, or all."""
     if edited.error:
         yield Difference(f"the calls in their place raise {edited.error}")
         return
@@ -189,7 +197,8 @@ def differences(stretch: Stretch, original: Ran, edited: Ran, rounding: Rounding
     }
     scale = cache(lambda: _scale(tensors_in([original.values, list(inputs.values())])))
     for (old, new), one, other in zip(stretch.read, original.values, edited.values, strict=True):
-        yield from _unlike(old.name, one, other, _strides_seen_of(new), scale, rounding)
+        strides = torch.Tensor.stride if all_strides else _strides_seen_of(new)
+        yield from _unlike(old.name, one, other, strides, scale, rounding)
     for node, value in inputs.items():
         yield from _unlike(f"{node.name} afterwards", value, edited.inputs[node], torch.Tensor.stride, scale, rounding)
     yield from map(Difference, shared_otherwise(stretch, original, edited))

@@ -7,10 +7,11 @@ order may differ by rounding; where it differs by more, both are run in float64,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from itertools import pairwise
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -21,27 +22,31 @@ from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.store import Store
 from lz_compile.lowering import frames
 from lz_compile.passes.editing.comparison import (
+    Difference,
+    Rounding,
     WrittenBehind,
     comparable,
     differences,
     exact,
     of_sums,
+    seen_of,
     touched_behind,
     written,
 )
+from lz_compile.passes.editing.places import between
 from lz_compile.passes.editing.stretch import Stretch, edited_stretch, operands_of
 from lz_compile.passes.formula.equal_values import is_torchs
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.gradients import differentiated
 from lz_compile.passes.graph.modes import ambient_behind
-from lz_compile.passes.graph.snapshot import Snapshot, Was
+from lz_compile.passes.graph.snapshot import Snapshot, Was, kind_of
 from lz_compile.passes.graph.view import memories_of, read, tensors_in
 from lz_compile.passes.graph.writes import overwritten
 from lz_compile.passes.proof.running import SCAN, NotRunnableError
 from lz_compile.passes.proof.trial_run import Ran, Scans, random_inputs, run, sizes_of
 
-#: Of all inputs and results of a stretch together; what is larger is not run.
-_MOST_BYTES = 1 << 32
+#: Of all inputs and results of a stretch together; what is larger is not run, and from some size on in parts if it can be.
+_MOST_BYTES, _MANY_BYTES = 1 << 32, 1 << 26
 #: Verdicts on graphs with so many nodes are kept on disk.
 _REMEMBERED = 4000
 
@@ -72,7 +77,8 @@ def unlike_loop(module: Snapshot, scan: fx.Node) -> Verdict:
     kept = frozenset(operand for was in behind for operand in operands_of(was))
     stretch = Stretch(tuple(ahead), call, call, tuple(behind), ((scan, scan),), kept)
     try:
-        trial = _Trial(stretch, module, module, ("like", "operator"))
+        edit = _Edit(module.nodes, module.nodes, module.attribute, module.attribute, scan.graph)
+        trial = _Trial(stretch, edit, ("like", "operator"))
         with frames.apart():
             return Verdict(trial.difference(positive=False))
     except (NotRunnableError, WrittenBehind, RuntimeError, TypeError) as error:
@@ -89,28 +95,66 @@ def _facts(before: Snapshot, after: Snapshot) -> str:
 
 
 def _difference(before: Snapshot, after: Snapshot, graph: fx.Graph) -> Verdict:
-    ahead = behind = len(before.nodes)
-    refuted, first = "", sum(was.op == "placeholder" for was in before.nodes)
-    touched, is_whole = written(before.nodes), True
-    while (stretch := edited_stretch(before.nodes, after.nodes, ahead, behind)) is not None:
+    whole = _Edit(before.nodes, after.nodes, before.attribute, after.attribute, graph)
+    steps = _steps(before, after) if whole.is_large() else []
+    if len(steps) > 1 and all(_verdict(step) == Verdict() for step in steps):
+        return Verdict()
+    return _verdict(whole)
+
+
+def _steps(before: Snapshot, after: Snapshot) -> list[_Edit]:
+    """An edit as several, each of a few calls."""
+    names, new_names = ({str(was.target) for was in each.nodes if was.op == "get_attr"} for each in (before, after))
+    if any(before.attribute(name) is not after.attribute(name) for name in names & new_names):
+        return []
+
+    def held(name: str) -> Any:
+        return (after if name in new_names else before).attribute(name)
+
+    proven = set[str]()
+    return [_Edit(one, other, held, held, None, proven) for one, other in pairwise(between(before.nodes, after.nodes))]
+
+
+@dataclass(frozen=True)
+class _Edit:
+    """The calls of two graphs, and what those hold.
+
+    The graph after it tells which gradients and strides are seen; without one all are. What was ``proven`` is told without
+    names and is not run again where it is the same, as in every layer.
+    """
+
+    before: Sequence[Was]
+    after: Sequence[Was]
+    held_before: Callable[[str], Any]
+    held_after: Callable[[str], Any]
+    graph: fx.Graph | None = None
+    proven: set[str] | None = None
+
+    def is_large(self) -> bool:
+        """Whether to run it takes long."""
+        stretch = edited_stretch(self.before, self.after, len(self.before), len(self.before))
+        try:
+            return stretch is not None and _bytes_of(stretch, _edge(stretch)) > _MANY_BYTES
+        except NotRunnableError:  # nobody knows a size
+            return False
+
+
+def _verdict(edit: _Edit) -> Verdict:
+    before, after = edit.before, edit.after
+    ahead = behind = len(before)
+    refuted, first = "", sum(was.op == "placeholder" for was in before)
+    touched, is_whole = written(before), True
+    while (stretch := edited_stretch(before, after, ahead, behind)) is not None:
         made = _made_ahead(stretch, touched) if is_whole else None
         if made is not None:
             ahead = made
             continue
         try:
-            trial = _Trial(stretch, before, after)
-            differs = trial.difference(positive=False)
-            if (
-                not differs and trial.is_special
-            ):  # roots and logarithms of negative numbers hide what is computed of them
-                differs = trial.difference(positive=True)
-            if differs and trial.leaves_out(graph):
-                differs = trial.difference(positive=False)
-            if differs and trial.calms():
-                differs = trial.difference(positive=False)
+            trial = _Trial(stretch, edit)
+            differs = trial.outcome()
         except NotRunnableError as error:
-            if is_whole and not refuted and ahead < len(before.nodes):
-                ahead, is_whole = len(before.nodes), False
+            if is_whole and not refuted and ahead < len(before):
+                ahead, is_whole = len(before), False
                 continue
             return Verdict(refuted, "" if refuted else str(error))
         except WrittenBehind as error:
@@ -135,14 +179,13 @@ def _difference(before: Snapshot, after: Snapshot, graph: fx.Graph) -> Verdict:
 class _Trial:
     """One edit, run before and after."""
 
-    def __init__(
-        self, stretch: Stretch, before: Snapshot, after: Snapshot, scans: tuple[Scans, Scans] = ("loop", "like")
-    ) -> None:
+    def __init__(self, stretch: Stretch, edit: _Edit, scans: tuple[Scans, Scans] = ("loop", "like")) -> None:
         self._stretch = stretch
+        self._edit = edit
         self._scans = scans
         self._sides = (
-            (stretch.before, [old for old, _ in stretch.read], before.attribute),
-            (stretch.after, [new for _, new in stretch.read], after.attribute),
+            (stretch.before, [old for old, _ in stretch.read], edit.held_before),
+            (stretch.after, [new for _, new in stretch.read], edit.held_after),
         )
         self._ambient = ambient_behind([was.node for was in stretch.ahead])
         if self._ambient.is_transformed:
@@ -150,24 +193,62 @@ class _Trial:
         self.edge = _edge(stretch)
         self._seen = _seen_behind(stretch, self.edge)
         #: Whether anything was NaN or infinite before the edit.
-        self.is_special = False
+        self._is_special = False
         #: What integers are less than: where one is no index, zero is.
         self._below = 2
         self._scale: Callable[[int], float] = lambda _count: 1.0
         #: The places of values, what is seen behind them, that nobody differentiates.
         self._without: frozenset[int] = frozenset()
-        examples = [was.meta.get("example_value") for was in stretch.before]
-        _refuse_large([*examples, *map(_noted, self.edge)])
+        size = _bytes_of(stretch, self.edge)
+        if size > _MOST_BYTES:
+            raise NotRunnableError(f"a run would take {size >> 20} MiB")
 
-    def leaves_out(self, graph: fx.Graph) -> bool:
-        """From now on, take no gradients from what nobody in a graph differentiates; whether there is any."""
+    def outcome(self) -> str:
+        """What is another one after the edit, empty if nothing is, on several kinds of inputs."""
+        told, proven = self._told() if self._edit.proven is not None else "", self._edit.proven
+        if proven is not None and told in proven:
+            return ""
+        differs = self.difference(positive=False)
+        if not differs and self._is_special:  # roots and logarithms of negative numbers hide what is computed of them
+            differs = self.difference(positive=True)
+        if differs and self._leaves_out():
+            differs = self.difference(positive=False)
+        if differs and self._calms():
+            differs = self.difference(positive=False)
+        if proven is not None and not differs:
+            proven.add(told)
+        return differs
+
+    def _told(self) -> str:
+        """All that decides about what the edit changes, by no names but those of what graphs hold."""
+        stretch, memories, names = self._stretch, dict[int | None, int](), dict[fx.Node, str]()
+        for node in (*self.edge, *(was.node for side in (stretch.before, stretch.after) for was in side)):
+            names.setdefault(node, f"n{len(names)}")
+
+        def name(node: fx.Node) -> str:
+            return names[node] if node in names else str(node.target)
+
+        lines = [kind_of(_noted(node), memories) for node in self.edge]
+        for was in (*stretch.before, *stretch.after):
+            arguments, target = fx.map_arg((was.args, was.kwargs), name), was.target
+            kind = kind_of(was.meta.get("example_value"), memories)
+            lines.append(f"{was.op} {target if isinstance(target, str) else id(target)} {arguments} {kind}")
+        read = [node for pair in stretch.read for node in pair]
+        lines += [str([*map(name, (*read, *self._seen))]), str(self._ambient)]
+        return "\n".join([*lines, str(seen_of(stretch, [*self.edge, *read]))])
+
+    def _leaves_out(self) -> bool:
+        """From now on, take no gradients from what nobody in the graph differentiates; whether there is any."""
+        graph = self._edit.graph
+        if graph is None:
+            return False
         found = differentiated(graph, Effects(graph))
         ends = [*(new for _, new in self._stretch.read), *self._seen]
         is_left_out = (found.isdisjoint((end, *end.users)) for end in ends)
         self._without = frozenset(place for place, is_out in enumerate(is_left_out) if is_out)
         return bool(self._without)
 
-    def calms(self) -> bool:
+    def _calms(self) -> bool:
         """From now on, hand in small numbers, if loops make any rounding of others grow beyond bounds; whether they do."""
         if not any(was.target is SCAN for was in self._stretch.before):
             return False
@@ -178,12 +259,12 @@ class _Trial:
         self._scale = lambda count: 0.5 / math.sqrt(math.sqrt(count))
         if isinstance(one, Exception) or isinstance(other, Exception):
             return False
-        return any(differences(self._stretch, one, other, exact))
+        return any(self._differences((one, other), exact))
 
     def difference(self, *, positive: bool) -> str:
         """What is another one after the edit, empty if nothing is."""
         sides = self._both(positive, doubled=False)
-        found = list(differences(self._stretch, *sides, of_sums))
+        found = list(self._differences(sides, of_sums))
         text = next((each.text for each in found if not each.may_be_rounding), "")
         if text or not found:
             return text
@@ -197,8 +278,11 @@ class _Trial:
                 return found[0].text
         coarsest = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
         rounding = partial(of_sums, least=coarsest) if coarsest else exact
-        left = (each for each in differences(self._stretch, *sides, rounding) if each.may_be_rounding)
+        left = (each for each in self._differences(sides, rounding) if each.may_be_rounding)
         return next((each.text for each in left), "")
+
+    def _differences(self, sides: tuple[Ran, Ran], rounding: Rounding) -> Iterator[Difference]:
+        return differences(self._stretch, *sides, rounding, all_strides=self._edit.graph is None)
 
     def _both(self, positive: bool, *, doubled: bool) -> tuple[Ran, Ran]:
         original = self._run(0, positive, doubled, self._without)
@@ -209,7 +293,7 @@ class _Trial:
             text = f"it does not run on random inputs ({type(original).__name__}: {original})"
             raise NotRunnableError(text) from original
         numbers = [*tensors_in(original.values), *(original.gradients or ())]
-        self.is_special |= any(each is not None and not bool(comparable(each).isfinite().all()) for each in numbers)
+        self._is_special |= any(each is not None and not bool(comparable(each).isfinite().all()) for each in numbers)
         edited = self._run(1, positive, doubled, original.raising | self._without)
         if isinstance(edited, NotRunnableError):
             raise edited
@@ -282,13 +366,13 @@ def _first_write(calls: Sequence[Was], nodes: Sequence[fx.Node]) -> int | None:
     """The place of the first call that writes to memory of one of ``nodes``."""
     memory = {each for node in nodes for each in memories_of(node)}
     for index, was in enumerate(calls):
-        call = read(was.node)
+        call = read(cast("fx.Node", was))
         if call is not None and any(not memory.isdisjoint(memories_of(node)) for node in overwritten(call)):
             return index
     return None
 
 
-def _refuse_large(examples: Sequence[Any]) -> None:
-    total = sum(math.prod(sizes_of(each.shape)) * each.element_size() for each in tensors_in(examples))
-    if total > _MOST_BYTES:
-        raise NotRunnableError(f"a run would take {total >> 20} MiB")
+def _bytes_of(stretch: Stretch, edge: Sequence[fx.Node]) -> int:
+    """Those of all that is handed in, and of all results."""
+    values = tensors_in([*(was.meta.get("example_value") for was in stretch.before), *map(_noted, edge)])
+    return sum(math.prod(sizes_of(each.shape)) * each.element_size() for each in values)

@@ -96,13 +96,17 @@ def _equal_behind(before: Sequence[Was], after: Sequence[Was], most: int) -> int
     """How many calls at the end are the same but for which values they read."""
     count = 0
     while count < most:
-        one, other = before[-count - 1], after[-count - 1]
-        if one.node is not other.node or one.op != other.op or one.target != other.target:
-            break
-        if not same(*(fx.map_arg((each.args, each.kwargs), lambda _: None) for each in (one, other))):
+        if not same_but_operands(before[-count - 1], after[-count - 1]):
             break
         count += 1
     return count
+
+
+def same_but_operands(one: Was, other: Was) -> bool:
+    """Whether two calls are the same but for which values they read."""
+    if one.node is not other.node or one.op != other.op or one.target != other.target:
+        return False
+    return same(*(fx.map_arg((each.args, each.kwargs), lambda _: None) for each in (one, other)))
 
 
 def operands_of(was: Was) -> list[fx.Node]:

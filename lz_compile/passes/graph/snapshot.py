@@ -103,9 +103,10 @@ class _Graph:
         self.module.graph = fresh
 
 
-def _kind(value: Any, memories: dict[int | None, int]) -> str:
+def kind_of(value: Any, memories: dict[int | None, int]) -> str:
+    """All of a value but its numbers; ``memories`` numbers those that tensors lie in."""
     if isinstance(value, (tuple, list)):
-        return str([_kind(each, memories) for each in value])
+        return str([kind_of(each, memories) for each in value])
     if isinstance(value, torch.SymInt):
         return f"{value} {value.node.hint}"
     if not isinstance(value, torch.Tensor):
@@ -140,7 +141,7 @@ class Snapshot:
             memories: dict[int | None, int] = {}
             for was in graph.nodes:
                 arguments = fx.map_arg((was.args, was.kwargs), names.__getitem__)
-                kind = _kind(was.meta.get("example_value"), memories)
+                kind = kind_of(was.meta.get("example_value"), memories)
                 held = self._told(graph.attribute(str(was.target))) if was.op == "get_attr" else ""
                 yield f"{names[was.node]} {was.op} {target_name(was.op, was.target)} {arguments} {kind} {held}"
 
