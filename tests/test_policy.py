@@ -305,15 +305,6 @@ def test_only_a_stronger_lock_opens_what_is_forbidden(tmp_path):
     assert [name for name, _ in resolved_policy().exclude] == ["torch.sdpa", "torch.flex.cpu"]
 
 
-def test_a_resolved_policy_of_globs_is_read_as_well():
-    by_hand = ResolvedPolicy(exclude=(("*", "somebody"),), prefer=(("torch.*", "one"), ("lz.blocked", "two")))
-    assert by_hand.excluded("torch.sdpa") == "somebody"
-    assert by_hand.excluded("inductor") is None
-    assert by_hand.preference("torch.sdpa") == (0, "one")
-    assert by_hand.preference("lz.blocked") == (1, "two")
-    assert by_hand.preference("lz") is None
-
-
 # ---- precedence ------------------------------------------------------------------------------------------------------
 
 ORIGINS = ["default", "file", "code", "environment", "context", "options"]  # weakest first

@@ -265,7 +265,7 @@ def test_what_a_dropped_token_holds_reaches_nothing(names: tuple[str, ...], kern
 
 
 def _in_chunks(x: op.Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return chunked_scan.scan(x, scan_calls.attributes(x, out_dtype, state_dtype), chunk=4)
+    return chunked_scan.scan(x, scan_calls._problem(x, out_dtype, state_dtype)[0], chunk=4)
 
 
 def test_a_head_that_is_not_active_keeps_its_state_whatever_the_token_holds() -> None:

@@ -124,6 +124,18 @@ def test_the_grid_is_every_combination(timed, eagerly):
     assert all(each >= RUN_HERE or each >= {"inductor", "torch.sdpa"} for each in timed)
 
 
+def test_what_is_measured_of_a_blend_is_what_a_blend_asks_for(timed, eagerly):
+    sizes = {"num_rows": 4, "num_channels": (3, 5), "inner_size": 2, "num_classes": 9}
+    assert len(lz.tune("blend.convex", sizes=sizes, device="cpu").measured) == 2
+    host, seed = torch.randn(2, 4, 5, 2)
+    assert lz.which("blend.convex", host=host, seed=seed, alpha=0.5)["origin"] == "measured"
+    report = lz.tune("blend.margin", sizes=sizes, device="cpu")
+    assert [each.context.hints() for each in report.measured] == [
+        {"num_rows": 4, "num_channels": 1, "inner_size": 1, "num_classes": 9}
+    ]
+    assert report.known == 1, "a margin has no channels"
+
+
 def test_what_is_measured_is_skipped_until_it_is_asked_for_anew(timed, eagerly):
     first = lz.tune(**SMALL)
     again = lz.tune(**SMALL)

@@ -140,10 +140,7 @@ class _Call:
 
     def problem(self, attributes: Mapping[str, Any]) -> tuple[AttentionAttrs, Any]:
         x = self.x
-        batch, heads, queries, width = x.query.shape
-        sizes = {"B": batch, "Hq": heads, "Sq": queries, "D": width}
-        sizes |= {"Hk": x.key.shape[1], "Sk": x.key.shape[2], "E": x.value.shape[3]}
-        attrs, facts = op.from_operands(x, sizes, is_causal=self.is_causal, band=self.band, **attributes)
+        attrs, facts = eager.problem_of(x, is_causal=self.is_causal, band=self.band, **attributes)
         masks_keys = x.mask is not None and x.mask.shape[1:3] == (1, 1)
         wide = torch.promote_types(x.query.dtype, torch.float32)
         empty: MaskedRows = "mean" if self.averages(attributes) else "zero"

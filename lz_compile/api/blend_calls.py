@@ -16,7 +16,7 @@ import torch
 
 from lz_compile.api import eager
 from lz_compile.api.arguments import is_plain
-from lz_compile.lowering.ops.blend import BlendAttrs, Operands, from_operands
+from lz_compile.lowering.ops.blend import BlendAttrs, Operands
 
 #: What is handed over has no gate of its own.
 _NEVER = frozenset({"gate", "sorted"})
@@ -51,8 +51,7 @@ def _bind(
     x = Operands(host.reshape(shape), seed.reshape(shape), weight.reshape(alpha_shape))
     mode = "residual" if is_residual else "channel" if spread and along else "convex"
     wide = torch.promote_types(seed.dtype, weight.dtype if spread else seed.dtype)
-    sizes = dict(zip("NCSK", (*shape, 1), strict=True))
-    attrs, facts = from_operands(x, sizes, mode=mode, is_residual=is_residual, compute_dtype=wide)
+    attrs, facts = eager.problem_of(x, mode=mode, is_residual=is_residual, compute_dtype=wide)
     operands = {"host": x.host, "seed": x.seed, "alpha": x.alpha}
     kernel = eager.kernel_for("blend", attrs, facts, seed.device, operands)
     if kernel is None or kernel.call is None:

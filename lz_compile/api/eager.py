@@ -8,6 +8,7 @@ too old (``cache.ttl_seconds``, a minute): to ask the database at each call woul
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -33,7 +34,7 @@ from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.policy.settings import CacheSettings
-from lz_compile.runtime.problem.context import SelectionContext, of_facts
+from lz_compile.runtime.problem.context import SelectionContext, known_size, of_facts, size_fields
 from lz_compile.runtime.ranks.agree import decide, in_turn
 from lz_compile.runtime.tables import loaded as loaded_tables
 
@@ -150,6 +151,29 @@ def kernel_for(
     if found[0] is None and present.settings.debug and device.type != "cpu":
         return registry.kernels(op).get(eager_kernel(op))
     return found[0]
+
+
+def problem_of(x: Any, **given: Any) -> tuple[Any, Any]:
+    """The attributes of a call over operands, of which some are given, and the facts that it selects its kernel by.
+
+    Every size is a number, also while the call is traced.
+    """
+    module = sys.modules[type(x).__module__]
+    attrs, facts = module.from_operands(x, x.sizes(known_size), **given)
+    names = size_fields(module.__name__.rpartition(".")[2])
+    return attrs, replace(facts, **{name: known_size(getattr(facts, name)) for name in names})
+
+
+def through_kernel(x: Any, attrs: Any, facts: Any, own: Built, *, is_traced: bool) -> Built:
+    """A call of operands like these by the kernel that is chosen, which may bind what stays the same; else ``own``."""
+    op = type(x).__module__.rpartition(".")[2]
+    kernel = kernel_for(op, attrs, facts, x.tensors[0].device, None if is_traced else x.given())
+    if kernel is None or kernel.call is None:
+        return own
+    bind = None if is_traced or facts.needs_grad else getattr(kernel.call, "bind", None)
+    call = None if bind is None else bind(x, attrs)
+    found: Any = guarded(kernel.kernel_id, partial(kernel.call, attrs=attrs) if call is None else call, own)
+    return found  # type: ignore[no-any-return]
 
 
 def bound(op: str, names: tuple[Any, ...], build: Callable[[], Built]) -> Built:

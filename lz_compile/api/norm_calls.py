@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from lz_compile.api import eager
 from lz_compile.api.arguments import is_plain
-from lz_compile.lowering.ops.norm import NormAttrs, Operands, from_operands
+from lz_compile.lowering.ops.norm import NormAttrs, Operands
 
 
 class Norm(NamedTuple):
@@ -37,8 +37,7 @@ def norm(asked: Norm, input: torch.Tensor, *weights: torch.Tensor | None) -> tor
 def _bind(asked: Norm, input: torch.Tensor, *weights: torch.Tensor | None) -> Callable[..., torch.Tensor]:
     own, hidden = partial(_own, asked), math.prod(asked.shape)
     x = _operands(hidden, input, *weights)
-    sizes = {"N": input.numel() // hidden, "D": hidden}
-    attrs, facts = from_operands(x, sizes, is_centred=asked.is_centred, eps=asked.eps)
+    attrs, facts = eager.problem_of(x, is_centred=asked.is_centred, eps=asked.eps)
     kernel = eager.kernel_for("norm", attrs, facts, input.device, x.given())
     if kernel is None or kernel.call is None:
         return own

@@ -13,8 +13,7 @@ from lz_compile.api.arguments import is_plain
 from lz_compile.lowering.kernel_operator import call_operator
 from lz_compile.lowering.kernels.paged_attention import torch_paged_attention
 from lz_compile.lowering.ops import paged_attention as op
-from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttrs, PagedAttentionFacts
-from lz_compile.runtime.problem import context as contexts
+from lz_compile.lowering.ops.paged_attention import Operands, PagedAttentionAttrs
 
 #: Which dimensions differ from step to step of a server: a kernel is chosen for all up to a power of two.
 _IS_LENGTH = {name: [dim in "TNRMQ" for dim in dims.split()] for name, dims in op.SHAPES.items()}
@@ -42,27 +41,12 @@ def _layout(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _bind(x: Operands, attrs: PagedAttentionAttrs, is_traced: bool = False) -> Callable[[Operands], torch.Tensor]:
     """The attention of operands like these, by the kernel that is chosen for them."""
-    attrs, facts = problem_of_call(x, attrs)
+    told = {name: getattr(attrs, name) for name in ("scale", "softcap", "window", "out_dtype")}
+    attrs, facts = eager.problem_of(x, **told)
     own = partial(_own, attrs)
     if not facts.num_queries or not facts.num_requests:
         return own
-    operands = None if is_traced else x.given()
-    kernel = eager.kernel_for("paged_attention", attrs, facts, x.query.device, operands)
-    if kernel is None or kernel.call is None:
-        return own
-    of_kernel = None if is_traced or facts.needs_grad else getattr(kernel.call, "bind", None)
-    call = partial(kernel.call, attrs=attrs) if of_kernel is None else of_kernel(x, attrs)
-    return eager.guarded(kernel.kernel_id, call, own)
-
-
-def problem_of_call(x: Operands, attrs: PagedAttentionAttrs) -> tuple[PagedAttentionAttrs, PagedAttentionFacts]:
-    """All attributes, and what a call's kernel is chosen for; of symbolic sizes those that it is traced with."""
-    sizes: dict[str, Any] = {}
-    for name, each in x.given().items():
-        known = map(contexts.known_size, each.shape)
-        sizes |= dict(zip((dim.removesuffix("|1") for dim in op.SHAPES[name].split()), known, strict=True))
-    told = {name: getattr(attrs, name) for name in ("scale", "softcap", "window", "out_dtype")}
-    return op.from_operands(x, {**sizes, "Hk": contexts.known_size(x.key_cache.shape[2])}, **told)
+    return eager.through_kernel(x, attrs, facts, own, is_traced=is_traced)
 
 
 def _own(attrs: PagedAttentionAttrs, x: Operands) -> torch.Tensor:

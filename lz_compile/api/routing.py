@@ -9,6 +9,7 @@ whatever backend, it is one operator, ``layerzero::routing``, for which the kern
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -98,42 +99,29 @@ def routed_adapter(
         None, tokens.ids, None if tokens.ids is None else tokens.number, leaf,
     )  # fmt: skip
     said = arm, threshold, adapter.result_dtype()
-    attrs = _attributes(given, *said)
     if torch.compiler.is_dynamo_compiling():
         out: torch.Tensor = _traced(given, *said)
     elif any(type(each) not in PLAIN for each in given.tensors):
-        out = _own(given, attrs)
+        out = _own(given, _problem(given, *said)[0])
     else:
-        out = _selected(given, attrs)
+        out = _called(given, *said)
     return out.view((*x.shape[:-1], U.shape[0]))
 
 
 # ---- choosing and running --------------------------------------------------------------------------------------------
 
 
+def _problem(x: Operands, arm: Arm, threshold: float, out_dtype: torch.dtype) -> tuple[RoutingAttrs, RoutingFacts]:
+    known = x if x.num_rollouts is None else replace(x, num_rollouts=contexts.known_size(x.num_rollouts))
+    return eager.problem_of(known, arm=arm, threshold=threshold, out_dtype=out_dtype)
+
+
 def _called(x: Operands, arm: Arm, threshold: float, out_dtype: torch.dtype) -> torch.Tensor:
-    return _selected(x, _attributes(x, arm, threshold, out_dtype))
-
-
-def _attributes(x: Operands, arm: Arm, threshold: float, out_dtype: torch.dtype) -> RoutingAttrs:
-    return RoutingAttrs(
-        arm=arm,
-        gate=x.gate_kind(),
-        has_rollout_ids=x.rollout is not None,
-        has_weight=x.weight is not None,
-        threshold=threshold,
-        compute_dtype=torch.promote_types(x.x.dtype, torch.float32),
-        out_dtype=out_dtype,
-    )
-
-
-def _selected(x: Operands, attrs: RoutingAttrs) -> torch.Tensor:
+    attrs, facts = _problem(x, arm, threshold, out_dtype)
     if is_transformed():
         return _transformed(x, attrs)
-    if not eager.has_choice("routing", x.x.device.type):
-        return _own(x, attrs)
-    facts = _facts(x)
-    if 0 in (facts.num_rollouts, facts.rollout_length, facts.in_features, facts.out_features):
+    sizes = (facts.num_rollouts, facts.rollout_length, facts.in_features, facts.out_features)
+    if 0 in sizes or not eager.has_choice("routing", x.x.device.type):
         return _own(x, attrs)
     # A record is written, and so no operand of a proof.
     proven = {name: each for name, each in x.given().items() if name != "record"}
@@ -156,26 +144,6 @@ def _own(x: Operands, attrs: RoutingAttrs) -> torch.Tensor:
     from lz_compile.lowering.kernels.routing import torch_routing
 
     return torch_routing.routing(x, attrs)
-
-
-def _facts(x: Operands) -> RoutingFacts:
-    """With a number for every size."""
-    tokens = contexts.known_size(x.x.shape[0]) * contexts.known_size(x.x.shape[1])
-    rollouts = contexts.known_size(x.count)
-    is_recorded = torch.is_grad_enabled()
-    return RoutingFacts(
-        num_rollouts=rollouts,
-        rollout_length=-(-tokens // max(rollouts, 1)),
-        in_features=contexts.known_size(x.x.shape[2]),
-        out_features=contexts.known_size(x.u.shape[0]),
-        rank=contexts.known_size(x.vh.shape[0]),
-        quarantine_rank=contexts.known_size(x.a_q.shape[0]),
-        dtype=x.x.dtype,
-        device=x.x.device.type,
-        needs_grad=is_recorded and any(each.requires_grad for each in x.tensors),
-        basis_needs_grad=is_recorded and (x.vh.requires_grad or x.u.requires_grad),
-        has_record=x.record is not None,
-    )
 
 
 _traced = call_operator("routing", op, _called, arm=str, threshold=float, out_dtype=torch.dtype)

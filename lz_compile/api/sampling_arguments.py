@@ -15,10 +15,9 @@ from lz_compile.domains.mask import DomainMask
 from lz_compile.errors import ArgumentError, TokenArgumentError
 from lz_compile.lowering.kernel_operator import call_operator
 from lz_compile.lowering.ops import sampling as op
-from lz_compile.lowering.ops.sampling import Operands, Result, SamplingAttrs, SamplingFacts
+from lz_compile.lowering.ops.sampling import Operands, Result, SamplingAttrs
 from lz_compile.lowering.random_bits import mixed_seed
 from lz_compile.lowering.token_bits import pack, unpack, word_count
-from lz_compile.runtime.problem import context as contexts
 
 
 def run(x: Operands, result: Result, out_dtype: torch.dtype) -> torch.Tensor:
@@ -31,20 +30,9 @@ def bind(
     x: Operands, result: Result, out_dtype: torch.dtype, is_traced: bool = False
 ) -> Callable[[Operands], torch.Tensor]:
     """The sampling of operands like these, by the kernel that is chosen for them."""
-    given = x.given()
-    attrs = SamplingAttrs.of(given, result, out_dtype)
-    needs_grad = torch.is_grad_enabled() and any(each.requires_grad for each in x.tensors)
-    rows, vocab = (contexts.known_size(size) for size in x.logits.shape)
-    device = x.logits.device
-    facts = SamplingFacts(rows, vocab, x.logits.dtype, device.type, needs_grad)
-    kernel = eager.kernel_for("sampling", attrs, facts, device, None if is_traced else given) if rows else None
+    attrs, facts = eager.problem_of(x, result=result, out_dtype=out_dtype)
     own = partial(_own, attrs=attrs)
-    if kernel is None or kernel.call is None:
-        return own
-    of_kernel = None if is_traced or needs_grad else getattr(kernel.call, "bind", None)
-    call = None if of_kernel is None else of_kernel(x, attrs)
-    call = partial(kernel.call, attrs=attrs) if call is None else call
-    return eager.guarded(kernel.kernel_id, call, own)
+    return eager.through_kernel(x, attrs, facts, own, is_traced=is_traced) if facts.num_rows else own
 
 
 def _selected(x: Operands, result: Result, out_dtype: torch.dtype) -> torch.Tensor:

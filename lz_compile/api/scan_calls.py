@@ -6,7 +6,6 @@ Which kernel runs is decided where the operator runs, or where it is traced; an 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -16,9 +15,8 @@ from lz_compile.api import eager
 from lz_compile.api.arguments import PLAIN, Arguments, is_plain, is_transformed
 from lz_compile.lowering.kernel_operator import call_operator
 from lz_compile.lowering.ops import scan as op
-from lz_compile.lowering.ops.scan import Operands, ScanAttrs, ScanFacts, ScanSizes
+from lz_compile.lowering.ops.scan import Operands, ScanAttrs, ScanFacts
 from lz_compile.runtime.kernels.kernel import KernelSpec
-from lz_compile.runtime.problem import context as contexts
 
 #: Reads and the last state, and what gives them.
 Results: TypeAlias = tuple[torch.Tensor, torch.Tensor]
@@ -32,7 +30,7 @@ def scan(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> Resul
         found = _traced(x, out_dtype, state_dtype)
         return found[0], found[1]
     if any(type(each) not in PLAIN for each in x.flat() if each is not None):
-        return op.reference(x, attributes(x, out_dtype, state_dtype))
+        return op.reference(x, _problem(x, out_dtype, state_dtype)[0])
     return _selected(x, out_dtype, state_dtype)
 
 
@@ -55,22 +53,25 @@ def _bind(
     x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype, is_traced: bool = False
 ) -> Callable[[Operands], Results]:
     """The scan over operands like these, by the kernel that is chosen for them."""
-    attrs = attributes(x, out_dtype, state_dtype)
+    attrs, facts = _problem(x, out_dtype, state_dtype)
     own = partial(op.reference, attrs=attrs)
-    kernel, needs_grad = _chosen(x, attrs, is_traced=is_traced)
+    kernel = _chosen(x, attrs, facts, is_traced=is_traced)
     if kernel is None or kernel.call is None:
         return own
-    bind = None if is_traced or needs_grad else getattr(kernel.call, "bind", None)
+    bind = None if is_traced or facts.needs_grad else getattr(kernel.call, "bind", None)
     call = partial(_through, kernel.call, attrs) if bind is None else partial(_turned, bind(x, attrs))
     return eager.guarded(kernel.kernel_id, call, own)
 
 
-def _chosen(x: Operands, attrs: ScanAttrs, *, is_traced: bool = False) -> tuple[KernelSpec | None, bool]:
-    """The kernel for operands, None for PyTorch's operations; and whether gradients are wanted."""
-    facts = facts_of_call(x)
+def _problem(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> tuple[ScanAttrs, ScanFacts]:
+    return eager.problem_of(x, out_dtype=out_dtype, state_dtype=state_dtype)
+
+
+def _chosen(x: Operands, attrs: ScanAttrs, facts: ScanFacts, *, is_traced: bool = False) -> KernelSpec | None:
+    """The kernel for operands, None for PyTorch's operations."""
     if is_transformed() or 0 in (facts.batch, facts.heads, facts.length, facts.key_dim, facts.value_dim):
-        return None, facts.needs_grad
-    return eager.kernel_for("scan", attrs, facts, x.like.device, None if is_traced else x.given()), facts.needs_grad
+        return None
+    return eager.kernel_for("scan", attrs, facts, x.like.device, None if is_traced else x.given())
 
 
 def by_address(
@@ -84,9 +85,9 @@ def by_address(
 
     ``shapes`` are those of the results ``[B, T, H, 1, V]`` and ``[B, H, K, V]``, contiguous.
     """
-    attrs = attributes(x, *dtypes)
-    kernel, needs_grad = _chosen(x, attrs)
-    bind = None if kernel is None or needs_grad else getattr(kernel.call, "bind", None)
+    attrs, facts = _problem(x, *dtypes)
+    kernel = _chosen(x, attrs, facts)
+    bind = None if kernel is None or facts.needs_grad else getattr(kernel.call, "bind", None)
     if kernel is None or bind is None:
         return own
     return eager.guarded(kernel.kernel_id, partial(called, bind(x, attrs, *shapes)), own)
@@ -106,18 +107,6 @@ def _turned(run: Callable[..., Any], x: Operands) -> tuple[torch.Tensor, torch.T
 def _through(call: Callable[..., Any], attrs: ScanAttrs, x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
     reads, last = call(x, attrs)
     return reads, last
-
-
-def attributes(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> ScanAttrs:
-    """Those of the op, reads after the step."""
-    wide = torch.promote_types(op.common_dtype(x), torch.float32)
-    return ScanAttrs("after", x.erase is not None, wide, out_dtype, state_dtype)
-
-
-def facts_of_call(x: Operands) -> ScanFacts:
-    """What a call selects its kernel by: a number for every size, also while it is traced."""
-    sizes = ScanSizes._make(map(contexts.known_size, op.sizes_of(x)))
-    return replace(op.facts_of(x), **sizes._asdict())
 
 
 _traced = call_operator("scan", op, _called, out_dtype=torch.dtype, state_dtype=torch.dtype)

@@ -6,15 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from lz_compile.api import eager
-from lz_compile.api.paged_calls import problem_of_call
-from lz_compile.api.scan_calls import facts_of_call
 from lz_compile.lowering import ops
-from lz_compile.lowering.ops import paged_attention
-from lz_compile.lowering.ops.scan import Operands
 from lz_compile.passes.graph.view import tensor_of
 from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.op_calls import CallEmitter
-from lz_compile.runtime.problem import context as contexts
 
 
 def selects_itself(match: Match) -> bool:
@@ -28,18 +23,8 @@ def with_own_kernel(match: Match) -> Match:
         return match
     tensors: dict[str, Any] = {name: tensor_of(node) for name, node in match.found.emitter.given.items()}
     device = next(tensor.device for tensor in tensors.values() if tensor is not None)
-    facts: Any = match.found.facts
-    if match.op == "scan":
-        facts = replace(facts_of_call(Operands(**tensors)), needs_grad=match.found.facts.needs_grad)
-    elif match.op == "paged_attention":
-        attrs: Any = match.found.attributes
-        facts = problem_of_call(paged_attention.Operands(**tensors), attrs)[1]
-        facts = replace(facts, needs_grad=match.found.facts.needs_grad)
-    else:
-        logits = tensors["logits"]
-        assert logits is not None, "a sampling has logits"
-        rows, vocab = map(contexts.known_size, logits.shape)
-        facts = replace(match.found.facts, num_rows=rows, vocab_size=vocab)
+    _, facts = eager.problem_of(ops.module(match.op).Operands(**tensors))
+    facts = replace(facts, needs_grad=match.found.facts.needs_grad)
     kernel = eager.kernel_for(match.op, match.found.attributes, facts, device)
     own = ops.module(match.op).EAGER_KERNEL
     name = own if kernel is None or kernel.call is None else kernel.kernel_id

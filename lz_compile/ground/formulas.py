@@ -6,19 +6,14 @@ Nothing but integers, names, ``+ - * //``, ``min`` and ``max`` exists in them.
 from __future__ import annotations
 
 import ast
-import operator
 from collections.abc import Callable, Collection, Mapping
-from functools import cache, reduce
+from functools import cache
+from types import CodeType
 
 from lz_compile.errors import FormulaError, no_such
 
-_OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.FloorDiv: operator.floordiv,
-}
-_FUNCTIONS: Mapping[str, Callable[[int, int], int]] = {"min": min, "max": max}
+_OPERATORS = (ast.Add, ast.Sub, ast.Mult, ast.FloorDiv)
+_FUNCTIONS: Mapping[str, Callable[..., int]] = {"min": lambda *given: min(given), "max": lambda *given: max(given)}
 
 
 def evaluate(formula: str, sizes: Mapping[str, int]) -> int:
@@ -29,7 +24,7 @@ def evaluate(formula: str, sizes: Mapping[str, int]) -> int:
     """
     check(formula, sizes)
     try:
-        value = _value(_parse(formula), sizes)
+        value: int = eval(_code(formula), {"__builtins__": {}, **_FUNCTIONS}, dict(sizes))  # every part was checked
     except ZeroDivisionError:
         raise FormulaError(formula, f"it divides by zero where {dict(sizes)}") from None
     if value < 0:
@@ -48,11 +43,16 @@ def check(formula: str, names: Collection[str]) -> None:
 
 
 @cache
-def _parse(formula: str) -> ast.expr:
+def _parse(formula: str) -> ast.Expression:
     try:
-        return ast.parse(formula, mode="eval").body
+        return ast.parse(formula, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise FormulaError(formula, f"it does not parse: {error}") from None
+
+
+@cache
+def _code(formula: str) -> CodeType:
+    return compile(_parse(formula), "<formula>", "eval")
 
 
 @cache
@@ -66,29 +66,15 @@ def _names(formula: str) -> frozenset[str]:
             return frozenset({node.id})
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return visit(node.operand)
-        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+        if isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATORS):
             return visit(node.left) | visit(node.right)
         if isinstance(node, ast.Call) and _is_function(node):
             return frozenset[str]().union(*map(visit, node.args))
         text = ast.unparse(node)
         raise FormulaError(formula, f"'{text}' is none of: integer, name, + - * //, min(a, b), max(a, b)")
 
-    return visit(_parse(formula))
+    return visit(_parse(formula).body)
 
 
 def _is_function(node: ast.Call) -> bool:
     return isinstance(node.func, ast.Name) and node.func.id in _FUNCTIONS and bool(node.args) and not node.keywords
-
-
-def _value(node: ast.expr, sizes: Mapping[str, int]) -> int:
-    if isinstance(node, ast.Constant):
-        return int(node.value)  # type: ignore[arg-type]
-    if isinstance(node, ast.Name):
-        return sizes[node.id]
-    if isinstance(node, ast.UnaryOp):
-        return -_value(node.operand, sizes)
-    if isinstance(node, ast.BinOp):
-        return _OPERATORS[type(node.op)](_value(node.left, sizes), _value(node.right, sizes))
-    assert isinstance(node, ast.Call), "checked"
-    assert isinstance(node.func, ast.Name), "checked"
-    return reduce(_FUNCTIONS[node.func.id], (_value(argument, sizes) for argument in node.args))

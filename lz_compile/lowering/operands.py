@@ -7,12 +7,16 @@ knows the classes as trees, so that whatever maps over tensors maps over them.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
 from typing_extensions import Self, dataclass_transform
+
+from lz_compile.ground.sizes import is_one
 
 Kind = TypeVar("Kind", bound="type[Operands]")
 
@@ -44,6 +48,17 @@ class Operands:
     def has(self, *names: str) -> dict[str, bool]:
         """Which of some optional operands there are, as attributes tell it: ``has_bias``."""
         return {f"has_{name}": getattr(self, name) is not None for name in names}
+
+    def sizes(self, known: Callable[[Any], Any] = lambda size: size) -> Mapping[str, Any]:
+        """What is ``known`` of the sizes of tensors, by the letters of the op's ``SHAPES``; what only broadcasts is 1."""
+        shapes = vars(sys.modules[type(self).__module__])["SHAPES"]
+        found: dict[str, Any] = defaultdict(lambda: 1)
+        for name, each in self.given().items():
+            if isinstance(each, torch.Tensor):
+                for dim, size in zip(reversed(shapes[name].split()), reversed(each.shape), strict=False):
+                    if not is_one(size):
+                        found.setdefault(dim.removesuffix("|1"), known(size))
+        return found
 
     def map(self, function: Callable[[Any], Any]) -> Self:
         """The same with a function of every operand that there is in its place."""

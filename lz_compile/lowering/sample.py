@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, wraps
 from typing import Any, Literal, TypeVar
 
 import torch
+from typing_extensions import Self
 
 Made = TypeVar("Made")
 
@@ -58,6 +60,19 @@ class Sample:
     facts: Any
     operands: Callable[..., Any]
     written: Callable[..., torch.Tensor]
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Sequence[torch.Tensor],
+        operands: Callable[..., Any],
+        written: Callable[..., torch.Tensor],
+        **given: Any,
+    ) -> Self:
+        """The problem of some inputs; what is not given of its attributes, and its facts, the operands tell."""
+        x = operands(*inputs)
+        attrs, facts = sys.modules[type(x).__module__].from_operands(x, x.sizes(), **given)
+        return cls(tuple(inputs), attrs, facts, operands, written)
 
     def with_kernel(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         """The problem with a kernel over the canonical operands."""

@@ -210,7 +210,7 @@ def _tune(
         specs = [spec for spec in runnable(context) if excluded(spec.kernel_id) is None]
         for spec in specs:
             spec.load(waits=True)
-        if resume and is_measured(context, specs, problem.sizes):
+        if resume and is_measured(context, specs, context.hints()):
             known += 1
             continue
 
@@ -219,7 +219,7 @@ def _tune(
             return found
 
         with torch.set_grad_enabled(training):
-            found = measure_forms(context, specs, form, sample.inputs, problem.sizes, samples=samples)
+            found = measure_forms(context, specs, form, sample.inputs, context.hints(), samples=samples)
         if found.latency_us:
             done.append(found)
     return TuneReport(tuple(done), known, 0, time.perf_counter() - start)

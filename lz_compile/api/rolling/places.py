@@ -14,6 +14,7 @@ from lz_compile.api.rolling.syntax import (
     is_none,
     is_simple,
     is_store,
+    is_whole,
     loads,
     placed,
     support,
@@ -152,6 +153,14 @@ def place_of(node: ast.Subscript, counters: dict[str, Counter]) -> tuple[Read, l
         raise NotRolledError(f"{ast.unparse(node)} reads more with every step", node.lineno)
     whole = ast.copy_location(ast.Slice(), item)
     return Read(node.value, dim, counters[name], item.lower, item.upper), [*items[:place], whole, *items[place + 1 :]]
+
+
+def indexed(name: ast.expr, rest: list[ast.expr]) -> ast.expr:
+    """A name for what was at a place, with what else an index does."""
+    if all(map(is_whole, rest)):
+        return name
+    index = rest[0] if len(rest) == 1 else ast.Tuple(rest, ast.Load())
+    return ast.copy_location(ast.Subscript(name, index, ast.Load()), name)
 
 
 def is_affine(node: ast.expr, name: str) -> bool:

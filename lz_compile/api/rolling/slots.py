@@ -7,7 +7,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lz_compile.api.rolling.places import Counter, is_place, place_of
+from lz_compile.api.rolling.places import Counter, indexed, is_place, place_of
 from lz_compile.api.rolling.syntax import (
     PREFIX,
     NotRolledError,
@@ -148,11 +148,7 @@ class _Uses(ast.NodeTransformer):
         is_new = place in self.writes
         if not is_new:
             self.reads.append(place)
-        name = ast.copy_location(ast.Name(self.names[is_new], ast.Load()), node)
-        if all(map(is_whole, rest)):
-            return name
-        index = rest[0] if len(rest) == 1 else ast.Tuple(rest, ast.Load())
-        return ast.copy_location(ast.Subscript(name, index, ast.Load()), node)
+        return indexed(ast.copy_location(ast.Name(self.names[is_new], ast.Load()), node), rest)
 
     def _place(self, node: ast.Subscript) -> tuple[_Place, list[ast.expr]]:
         read, rest = place_of(node, self._counters)

@@ -7,7 +7,7 @@ import copy
 from dataclasses import replace
 
 from lz_compile.api.rolling.parts import Condition, Loop, Scope, Written
-from lz_compile.api.rolling.places import Counter, Read, is_affine, is_size, place_of
+from lz_compile.api.rolling.places import Counter, Read, indexed, is_affine, is_size, place_of
 from lz_compile.api.rolling.slots import appended_to, inserted_to
 from lz_compile.api.rolling.syntax import (
     PREFIX,
@@ -222,11 +222,7 @@ class Reads(_Flagged):
         )
         both = tuple(each for each in known.asked if each in asked)
         self._loop.reads[place] = replace(known, under=either, asked=both)
-        name: ast.expr = ast.copy_location(ast.Name(f"{PREFIX}x{place}", ast.Load()), node)
-        if all(is_whole(each) for each in rest):
-            return name
-        index = rest[0] if len(rest) == 1 else ast.Tuple(rest, ast.Load())
-        return ast.copy_location(ast.Subscript(name, index, ast.Load()), node)
+        return indexed(ast.copy_location(ast.Name(f"{PREFIX}x{place}", ast.Load()), node), rest)
 
 
 class Transposed(ast.NodeTransformer):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -284,7 +284,7 @@ def features(attrs: BlendAttrs, facts: BlendFacts) -> dict[str, str]:
 
 
 def _written(attrs: BlendAttrs, *given: torch.Tensor) -> torch.Tensor:
-    operands = _named(attrs, given)
+    operands = _named(attrs.mode, given)
     if "logits" in operands:
         top = operands["logits"].topk(2, dim=-1).values
         margin: torch.Tensor = top[:, 0] - top[:, 1]
@@ -302,44 +302,24 @@ def _written(attrs: BlendAttrs, *given: torch.Tensor) -> torch.Tensor:
     return blended if attrs.normalised == "none" else torch.softmax(blended, 1)
 
 
-def _named(attrs: BlendAttrs, given: tuple[torch.Tensor, ...]) -> dict[str, Any]:
+def _named(mode: Mode, given: Sequence[torch.Tensor]) -> dict[str, Any]:
     """The tensors of a sample by name."""
-    if attrs.mode == "margin":
-        return {"logits": given[0]}
-    named: dict[str, Any] = dict(zip(("host", "seed", "alpha"), given, strict=False))
-    if attrs.has_host_weight:
-        named["host_weight"] = given[3]
-    if attrs.has_gate:
-        named |= {"logits": given[3], "gain": 4.0, "offset": 0.8, "low": 0.0, "high": 1.0}
-    return named
+    names = ("logits",) if mode == "margin" else ("host", "seed", "alpha", *_NEEDED.get(mode, ()))
+    gate = {"gain": 4.0, "offset": 0.8, "low": 0.0, "high": 1.0} if mode == "confidence" else {}
+    return {**dict(zip(names, given, strict=True)), **gate}
 
 
 @sampler("convex")
 def sample(asked: Asked) -> Sample:
     """A problem of given sizes with random inputs."""
     rows, channels, inner = asked.of("num_rows", "num_channels", "inner_size")
-    classes, variant, dtype = asked.sizes.get("num_classes", 1), asked.variant, asked.dtype
-
-    def named(*given: torch.Tensor) -> Operands:
-        return Operands(**_named(attrs, given))
-
-    attrs = BlendAttrs(
-        mode=variant,  # type: ignore[arg-type]  # its variants are the modes
-        is_residual=variant == "residual",
-        has_gate=variant in ("confidence", "margin"),
-        has_host_weight=variant == "soft_gate",
-        is_sorted=variant in ("confidence", "margin"),
-        normalised="softmax" if variant == "logit" else "none",
-        compute_dtype=dtype,
-        out_dtype=dtype,
-    )
-    facts = BlendFacts(rows, channels, inner, classes, dtype, asked.device.type, asked.is_training)
-    logits = asked.random(rows, classes, seeks=variant == "margin") if attrs.has_gate else None
-    if variant == "margin":
-        assert logits is not None, "a margin is that of logits"
-        return Sample((logits,), attrs, facts, named, _written)
-    weights = torch.rand((1, channels, 1) if variant == "channel" else (1, 1, 1), device=asked.device).to(dtype)
+    mode: Mode = asked.variant  # type: ignore[assignment]  # its variants are the modes
+    is_gated = mode in ("confidence", "margin")
+    weights = torch.rand((1, channels, 1) if mode == "channel" else (1, 1, 1), device=asked.device).to(asked.dtype)
     inputs = [asked.random(rows, channels, inner, seeks=seeks) for seeks in (False, True)] + [weights]
-    inputs += [logits] if logits is not None else []
-    inputs += [1 - weights] if attrs.has_host_weight else []
-    return Sample(tuple(inputs), attrs, facts, named, _written)
+    inputs = [] if mode == "margin" else inputs
+    inputs += [asked.random(rows, asked.sizes["num_classes"], seeks=mode == "margin")] if is_gated else []
+    inputs += [1 - weights] if mode == "soft_gate" else []
+    is_differentiated = mode == "margin" and asked.is_training
+    told = {"mode": mode, "is_sorted": is_gated, "is_differentiated": is_differentiated}
+    return Sample.of(inputs, lambda *given: Operands(**_named(mode, given)), _written, **told)

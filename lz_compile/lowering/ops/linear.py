@@ -241,9 +241,7 @@ def sample(asked: Asked) -> Sample:
     rows, columns, out = asked.of("num_rows", "in_features", "out_features")
     weight = torch.randint(-127, 128, (out, columns), device=asked.device, dtype=torch.int8)
     scale = (torch.rand(out, 1, device=asked.device) / 127).to(asked.dtype)
-    x = Operands(asked.random(rows, columns), weight, scale)
-    attrs, facts = from_operands(x, {"N": rows, "K": columns, "O": out, "W": columns, "G": 1})
-    return Sample(x.flat()[:3], attrs, facts, Operands, _written)
+    return Sample.of((asked.random(rows, columns), weight, scale), Operands, _written)
 
 
 def _written(attrs: LinearAttrs, given: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

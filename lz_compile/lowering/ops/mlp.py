@@ -166,9 +166,6 @@ def _written(attrs: MlpAttrs, gate: torch.Tensor, up: torch.Tensor | None = None
 def sample(asked: Asked) -> Sample:
     """A problem of given sizes with random inputs."""
     rows, width = asked.of("num_rows", "intermediate_size")
-    is_gated, dtype = asked.variant == "gated", asked.dtype
+    is_gated = asked.variant == "gated"
     given = tuple(asked.random(rows, width) for _ in range(1 + is_gated))
-    activation = "silu" if is_gated else "gelu"
-    attrs = MlpAttrs(activation=activation, is_gated=is_gated, compute_dtype=dtype, out_dtype=dtype)
-    facts = MlpFacts(rows, width, dtype, asked.device.type, asked.is_training)
-    return Sample(given, attrs, facts, Operands, _written)
+    return Sample.of(given, Operands, _written, activation="silu" if is_gated else "gelu", compute_dtype=asked.dtype)

@@ -143,8 +143,6 @@ def _written(attrs: NormAttrs, given: torch.Tensor, weight: torch.Tensor) -> tor
 @sampler("rms")
 def sample(asked: Asked) -> Sample:
     """A problem of given sizes with random inputs."""
-    (rows, hidden), dtype = asked.of("num_rows", "hidden_size"), asked.dtype
-    given, weight = asked.random(rows, hidden), asked.random(hidden)
-    attrs = NormAttrs(is_centred=asked.variant == "layer", eps=1e-6, has_weight=True, rounded_to=dtype, out_dtype=dtype)
-    facts = NormFacts(rows, hidden, dtype, asked.device.type, asked.is_training)
-    return Sample((given, weight), attrs, facts, Operands, _written)
+    rows, hidden = asked.of("num_rows", "hidden_size")
+    told = {"is_centred": asked.variant == "layer", "eps": 1e-6, "rounded_to": asked.dtype}
+    return Sample.of((asked.random(rows, hidden), asked.random(hidden)), Operands, _written, **told)

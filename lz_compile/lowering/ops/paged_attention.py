@@ -324,10 +324,7 @@ def sample(asked: Asked) -> Sample:
     given: tuple[torch.Tensor, ...] = (*tensors, table, lengths)
     if variant == "ragged":
         given = (*given, torch.linspace(0, tokens, requests + 1, device=device).to(torch.int32))
-    x = Operands(*given)
-    sizes = {"T": len(query), "R": requests, "Q": requests + 1, "M": blocks, "P": slots, "Hq": heads, "Hk": kv_heads}
-    attrs, facts = from_operands(x, {**sizes, "D": dims[0], "E": dims[1]})
-    return Sample(given, attrs, facts, Operands, _written)
+    return Sample.of(given, Operands, _written)
 
 
 def _written(attrs: PagedAttentionAttrs, *given: torch.Tensor) -> torch.Tensor:

@@ -182,7 +182,5 @@ def sample(asked: Asked) -> Sample:
     turned, dtype, device = asked.sizes.get("rotary_dim", width), asked.dtype, asked.device
     angles = torch.arange(length, device=device)[:, None] * 1e4 ** -torch.linspace(0, 1, turned // 2, device=device)
     angles = torch.cat((angles, angles), -1)[None, None]
-    attrs = RopeAttrs(rotary_dim=turned, compute_dtype=dtype, out_dtype=dtype)
-    facts = RopeFacts(batch, heads, length, width, turned, dtype, device.type, dtype, asked.is_training)
     inputs = (asked.random(batch, heads, length, width), angles.cos().to(dtype), angles.sin().to(dtype))
-    return Sample(inputs, attrs, facts, Operands, _written)
+    return Sample.of(inputs, Operands, _written, rotary_dim=turned, compute_dtype=dtype)

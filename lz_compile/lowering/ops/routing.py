@@ -179,18 +179,18 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
         raise MisfitError("routing", "v", f"to be given with the arm {arm}", "none")
     if (x.rollout is None) != (x.num_rollouts is None):
         raise MisfitError("routing", "rollout", "and num_rollouts together", "one of them")
-    count, (groups, length) = x.count, x.x.shape[:2]
+    groups, length, wide_in, wide_out, rank, few = (sizes[each] for each in "GSDERQ")
+    count = groups if x.num_rollouts is None else x.num_rollouts
     if x.rollout is not None and groups != 1:
         raise MisfitError("routing", "x", "[1, N, D] where rollout is given", tuple(x.x.shape))
-    shapes = ((count, sizes["R"]), (groups, length, sizes["R"]))
+    shapes = ((count, rank), (groups, length, rank))
     if x.gate is not None and tuple(x.gate.shape) not in shapes:
         raise MisfitError("routing", "gate", f"of shape {shapes[0]} or {shapes[1]}", tuple(x.gate.shape))
     dtype = x.x.dtype
     wide = torch.promote_types(dtype, torch.float32)
     told = {"gate": x.gate_kind(), "has_rollout_ids": x.rollout is not None, "has_weight": x.weight is not None}
     attrs = RoutingAttrs(**{"compute_dtype": wide, "out_dtype": dtype, **given, **told})
-    wide_in, wide_out, rank, few = (sizes[each] for each in "DERQ")
-    lengths = (count, groups * length // max(count, 1), wide_in, wide_out, rank, few)
+    lengths = (count, -(-groups * length // max(count, 1)), wide_in, wide_out, rank, few)
     wants = x.wants_gradient(), x.wants_gradient("vh", "u"), x.record is not None
     return attrs, RoutingFacts(*lengths, dtype, x.x.device.type, *wants)
 
@@ -301,7 +301,7 @@ def _written(attrs: RoutingAttrs, *given: torch.Tensor) -> torch.Tensor:
 @sampler("grad")
 def sample(asked: Asked) -> Sample:
     """A problem of given sizes with random inputs."""
-    (rollouts, length, wide, out, rank, few), variant, dtype = asked.of(*SIZES), asked.variant, asked.dtype
+    (rollouts, length, wide, out, rank, few), variant = asked.of(*SIZES), asked.variant
     inputs = [
         asked.random(rollouts, length, wide),
         asked.random(rank, wide, seeks=False, scale=wide**-0.5),
@@ -314,10 +314,8 @@ def sample(asked: Asked) -> Sample:
     inputs += [torch.ones_like(inputs[6]).expand(rollouts, 1, rank).clone()] if variant == "grad" else []
     if variant == "grad":
         inputs[-1].requires_grad_(asked.is_training)
-    attrs = RoutingAttrs(variant, out_dtype=dtype)  # type: ignore[arg-type]  # its variants are the arms
-    facts = RoutingFacts(rollouts, length, wide, out, rank, few, dtype, asked.device.type, asked.is_training)
 
     def canonical(*given: torch.Tensor) -> Operands:
         return Operands(*given[: 6 if variant == "none" else 7])  # type: ignore[arg-type]  # the first seven are tensors
 
-    return Sample(tuple(inputs), attrs, facts, canonical, _written)
+    return Sample.of(inputs, canonical, _written, arm=variant)

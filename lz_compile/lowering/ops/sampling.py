@@ -322,8 +322,6 @@ def sample(asked: Asked) -> Sample:
     }
     if variant == "ids":
         given["seeds"] = torch.arange(rows, device=device)
-    attrs = SamplingAttrs.of(given, variant, asked.dtype)  # type: ignore[arg-type]  # its variants are the results
-    facts = SamplingFacts(rows, vocab, asked.dtype, device.type, asked.is_training)
 
     def canonical(*tensors: torch.Tensor) -> Operands:
         return Operands(**dict(zip(given, tensors, strict=True)))
@@ -331,4 +329,4 @@ def sample(asked: Asked) -> Sample:
     def written(attrs: SamplingAttrs, *tensors: torch.Tensor) -> torch.Tensor:
         return reference(canonical(*tensors), attrs)
 
-    return Sample(tuple(given.values()), attrs, facts, canonical, written)
+    return Sample.of(tuple(given.values()), canonical, written, result=variant)

@@ -364,8 +364,5 @@ def sample(asked: Asked) -> ScanSample:
     query, value = asked.given(random("key_dim", "reads")), asked.given(random("value_dim", "rank"))
     key = torch.nn.functional.normalize(random("key_dim", "rank"), dim=-1) * asked.sizes["rank"] ** -0.5
     decay = asked.given(torch.sigmoid(random("key_dim", "rank")[:, :, :, 0] + 2))
-    erases = asked.variant == "delta"
-    attrs = ScanAttrs(erases=erases, out_dtype=asked.dtype, state_dtype=asked.dtype)
-    operands = partial(_canonical, erases=erases)
-    inputs = (query, asked.given(key), value, decay)
-    return ScanSample(inputs, attrs, facts_of(operands(*inputs)), operands, _written)
+    operands = partial(_canonical, erases=asked.variant == "delta")
+    return ScanSample.of((query, asked.given(key), value, decay), operands, _written)

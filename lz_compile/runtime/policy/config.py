@@ -20,7 +20,7 @@ from msgspec import UNSET, Meta, UnsetType
 from lz_compile.errors import ConfigError, no_such
 from lz_compile.ground.files import TooLargeError, read_bounded
 from lz_compile.runtime.policy import names, rules
-from lz_compile.runtime.policy.names import Invalid, dotted
+from lz_compile.runtime.policy.names import Invalid, below, dotted
 from lz_compile.runtime.policy.rules import Lock, Rule, Statement
 from lz_compile.runtime.policy.settings import (
     CacheSettings,
@@ -259,10 +259,8 @@ def _locks(keys: Any, origin: str) -> tuple[Lock, ...]:
     for operation, kernel_id in ({} if keys.locks is UNSET else keys.locks).items():
         if not isinstance(kernel_id, str):
             raise Invalid(("locks", operation), f"expected the id of a kernel, received {_shown(kernel_id)}")
-        try:
+        with below("locks", operation):
             found.append(Lock(operation, names.locked(operation, kernel_id), origin))
-        except Invalid as problem:
-            raise problem.below("locks", operation) from None
     return tuple(found)
 
 
@@ -280,10 +278,8 @@ def _statements(listed: Mapping[str, str | list[str]], origin: str) -> tuple[Sta
 
 
 def _checked(kind: str, key: str, pattern: str, path: KeyPath) -> str:
-    try:
+    with below(*path):
         pattern = (names.checked_source if key.endswith("_sources") else names.checked_kernels)(pattern)
-    except Invalid as problem:
-        raise problem.below(*path) from None
     if kind == "forbid" and pattern == names.INCUMBENT:
         raise Invalid(path, f"'{pattern}' cannot be forbidden: it is what runs where nothing else may; use 'avoid'")
     return pattern
@@ -292,20 +288,16 @@ def _checked(kind: str, key: str, pattern: str, path: KeyPath) -> str:
 def _rules(keys: Any, origin: str) -> tuple[Rule, ...]:
     found = []
     for index, entry in enumerate([] if keys.rules is UNSET else keys.rules):
-        try:
+        with below("rules", index):
             found.append(_rule(entry, f"rule {index + 1} of {origin}"))
-        except Invalid as problem:
-            raise problem.below("rules", index) from None
     return tuple(found)
 
 
 def _rule(entry: RuleKeys, origin: str) -> Rule:
     if not entry.match:
         raise Invalid(("match",), "expected a condition, received none; what holds always stands outside of rules")
-    try:
+    with below("match"):
         conditions = tuple(rules.condition(key, wanted) for key, wanted in sorted(entry.match.items()))
-    except Invalid as problem:
-        raise problem.below("match") from None
     listed = {key: getattr(entry, key) for key in ("forbid", "avoid", "avoid_sources", "prefer", "prefer_sources")}
     statements = _statements(listed, origin)
     if entry.lock is UNSET and not statements:
@@ -318,10 +310,8 @@ def _locked(rule: Rule, kernel_id: str) -> str:
     """A rule locks the operations that it matches, and must say which these are."""
     if not rule.operations:
         raise Invalid(("lock",), "expected 'operation' among the conditions of a rule that locks, received none")
-    try:
+    with below("lock"):
         return {names.locked(operation, kernel_id) for operation in rule.operations}.pop()
-    except Invalid as problem:
-        raise problem.below("lock") from None
 
 
 class _Duplicate(Exception):

@@ -6,7 +6,8 @@ A pattern is a name or a glob. A name stands for itself and everything below it 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 
 from lz_compile.errors import no_such
@@ -29,12 +30,17 @@ class Invalid(Exception):
         super().__init__(text)
         self.path, self.text = path, text
 
-    def below(self, *path: str | int) -> Invalid:
-        """The same, seen from a key further up."""
-        return Invalid((*path, *self.path), self.text)
-
     def __str__(self) -> str:
         return f"{dotted(self.path)}: {self.text}" if self.path else self.text
+
+
+@contextmanager
+def below(*path: str | int) -> Iterator[None]:
+    """What is wrong inside, seen from a key further up."""
+    try:
+        yield
+    except Invalid as problem:
+        raise Invalid((*path, *problem.path), problem.text) from None
 
 
 def dotted(path: Iterable[str | int]) -> str:

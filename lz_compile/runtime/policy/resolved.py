@@ -15,7 +15,7 @@ from lz_compile.runtime.policy.rules import Kind, Lock, Statement
 from lz_compile.runtime.policy.settings import WITHOUT_EFFECT_ON_DECISIONS, Layer, Settings, Value
 from lz_compile.runtime.problem.context import SelectionContext
 
-Entry = tuple[str, str]  # a kernel's id (or a glob of ids), and who said it
+Entry = tuple[str, str]  # a kernel's id, and who said it
 
 
 @dataclass(frozen=True)
@@ -36,25 +36,16 @@ class ResolvedPolicy:
 
     def excluded(self, kernel_id: str) -> str | None:
         """Who excludes a kernel; None: nobody. Nobody can exclude ``inductor``."""
-        return None if kernel_id == names.INCUMBENT else _find(self.exclude, kernel_id)[1]
+        return dict(self.exclude).get(kernel_id)
 
     def avoided(self, kernel_id: str) -> str | None:
         """Who wants a kernel to be avoided; None: nobody."""
-        return _find(self.avoid, kernel_id)[1]
+        return dict(self.avoid).get(kernel_id)
 
     def preference(self, kernel_id: str) -> tuple[int, str] | None:
         """The place of a kernel among those preferred (0 is first) and who prefers it; None: it is not preferred."""
-        index, origin = _find(self.prefer, kernel_id)
-        if origin is None:
-            return None
-        return (self.prefer_places[index] if self.prefer_places else index), origin
-
-
-def _find(entries: tuple[Entry, ...], kernel_id: str) -> tuple[int, str | None]:
-    for index, (name, origin) in enumerate(entries):
-        if name == kernel_id or (names.is_glob(name) and names.covers(name, kernel_id)):
-            return index, origin
-    return len(entries), None
+        places = zip(self.prefer, self.prefer_places, strict=True)
+        return next(((place, origin) for (name, origin), place in places if name == kernel_id), None)
 
 
 _NOTHING = ResolvedPolicy()

@@ -184,10 +184,8 @@ def _pattern(key: str, wanted: Any) -> str:
         raise Invalid((key,), f"expected a name or a glob, received {type(wanted).__name__} {wanted!r}")
     pattern = wanted.removeprefix("torch.") if key == "dtype" else wanted
     if key == "operation":
-        try:
+        with names.below(key):
             names.ops_covered(pattern)
-        except Invalid as problem:
-            raise problem.below(key) from None
     valid = _valid(key, pattern)
     if valid and not any(names.covers(pattern, name) for name in valid):
         raise Invalid((key,), f"no {key} '{wanted}'{nearest(pattern, valid)}; valid are {', '.join(valid)}")

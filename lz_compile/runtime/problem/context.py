@@ -146,12 +146,12 @@ def name_of(dtype: torch.dtype) -> str:
 @cache
 def dim_names(op: str) -> tuple[str, ...]:
     """The names of an op's sizes, as descriptors, rules and reports use them."""
-    return tuple(_DIM_NAMES.get(name, name) for name in _size_fields(op))
+    return tuple(_DIM_NAMES.get(name, name) for name in size_fields(op))
 
 
 def sizes_of(op: str, facts: Any) -> dict[str, Size]:
     """The sizes in an op's facts by their names in a context: numbers, or expressions over symbols."""
-    return {_DIM_NAMES.get(name, name): getattr(facts, name) for name in _size_fields(op)}
+    return {_DIM_NAMES.get(name, name): getattr(facts, name) for name in size_fields(op)}
 
 
 @cache
@@ -171,7 +171,8 @@ def _operation(op: str, attributes: Any) -> str:
 
 
 @cache
-def _size_fields(op: str) -> tuple[str, ...]:
+def size_fields(op: str) -> tuple[str, ...]:
+    """The fields of an op's facts that are sizes."""
     return tuple(name for name, kind in _field_names(op, "Facts").items() if kind == "Size")
 
 
