@@ -76,11 +76,11 @@ def assign_roles(read: Weighing) -> AttentionEmitter:
     output_gain = tidy(sympy.expand(read.gain * values.factor))
     floor = inner.floor if bias != 0 else None
     attrs = attrs if floor is None else replace(attrs, rounds_bias=False)
-    may_vanish = found.is_exponential and (inner.shift == 0 or found.keep != 1)
+    may_vanish = found.is_exponential and (not inner.is_shifted or found.keep != 1)
     return AttentionEmitter(
         region, roles, query, key, values, query_gain, key_gain, keep, bias, output_gain, found.sinks, output,
         read.output_dims, dtype, attrs, passed, floor, inner.fill or sympy.S.Zero,
-        found.rounds_masked_rows or (found.is_exponential and inner.shift == 0), distance=inner.distance,
+        found.rounds_masked_rows or (found.is_exponential and not inner.is_shifted), distance=inner.distance,
         value_gain=read.value_gain, may_vanish=may_vanish, product=inner.leaf.node,
     )  # fmt: skip
 
@@ -114,7 +114,7 @@ def _check_distances(found: Probabilities, inner: Scores, *, is_shift_free: bool
     if not is_shift_free:
         text = "scores that are distances are compared with others, a sink or fills that differ"
         raise RefusedError("SCORES_ARE_DISTANCES", text, "mask with -inf, and leave sinks out")
-    if found.is_exponential and inner.shift == 0:
+    if found.is_exponential and not inner.is_shifted:
         text = "exponentials of distances are all zero where every key is far away, and nothing divided by nothing"
         raise RefusedError("SCORES_ARE_DISTANCES", text, "take the softmax of the negative distances")
 
