@@ -51,9 +51,9 @@ class Scores:
     ``gain``, ``bias`` and ``keep`` (an indicator) are expressions over the region's leaves. ``fill`` is the bias as it is
     before the mask is known, so also where it does not keep; ``fills`` holds its value there, for every combination of
     masks. ``floor`` is a number that bounds scores from below, and that no finite score beside masks falls short of,
-    ``shift`` is what was added to a row, less its maximum: not ``is_shifted`` where that is of scores before their masks, beside
-    which exponentials of all that is kept may be zero, as without a shift. With a ``distance``, scores are that times the squared distance
-    of query and key: beside ``gain * product``, the squares of both are added.
+    ``shift`` is what was added to a row, less its maximum. That row ``is_shifted`` by a maximum of all that is in it: beside
+    one of scores before their masks, as without any, exponentials may all be zero. With a ``distance``, scores are that
+    times the squared distance of query and key: beside ``gain * product``, the squares of both are added.
     """
 
     leaf: Leaf
