@@ -913,6 +913,17 @@ def test_bytes_in_one_dimension_are_a_weight():
     )
 
 
+def test_keys_that_are_picked_for_each_query_are_no_weight_of_each_row():
+    """The queries of Informer, each of which meets some of the keys, by their numbers."""
+
+    def function(q, k):
+        picked = (torch.arange(9)[:, None] * 3 + torch.arange(4) * 5) % 9
+        return (q[..., None, :] @ k[:, picked].mT)[..., 0, :].amax(-1)
+
+    _, backend = rewritten(function, *torch.randn(2, 2, 9, 16))
+    assert not backend.report.near_misses, backend.why_not()
+
+
 def test_a_row_of_flags_for_columns_is_no_weight():
     _, backend = rewritten(
         lambda x, w, kept: F.linear(x, w * kept.bool()),
