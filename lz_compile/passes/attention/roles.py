@@ -76,11 +76,12 @@ def assign_roles(read: Weighing) -> AttentionEmitter:
     output_gain = tidy(sympy.expand(read.gain * values.factor))
     floor = inner.floor if bias != 0 else None
     attrs = attrs if floor is None else replace(attrs, rounds_bias=False)
-    may_vanish = found.is_exponential and (not inner.is_shifted or found.keep != 1)
+    is_shifted = _is_shifted(region, inner, set(atoms(read.keys)))
+    may_vanish = found.is_exponential and (not is_shifted or found.keep != 1)
     return AttentionEmitter(
         region, roles, query, key, values, query_gain, key_gain, keep, bias, output_gain, found.sinks, output,
         read.output_dims, dtype, attrs, passed, floor, inner.fill or sympy.S.Zero,
-        found.rounds_masked_rows or (found.is_exponential and not inner.is_shifted), distance=inner.distance,
+        found.rounds_masked_rows or (found.is_exponential and not is_shifted), distance=inner.distance,
         value_gain=read.value_gain, may_vanish=may_vanish, product=inner.leaf.node,
     )  # fmt: skip
 
@@ -109,12 +110,19 @@ def _rounds_joined(product: fx.Node, dtype: torch.dtype) -> bool:
     return all((tensor := tensor_of(node)) is not None and tensor.dtype == dtype for node in joined)
 
 
+def _is_shifted(region: Region, inner: Scores, keys: set[Axis]) -> bool:
+    """Whether the maximum of a row was subtracted: beside one of scores before their masks, exponentials may all be zero."""
+    above = {*reached([leaf.node for leaf in region.leaves_in(inner.shift).values()])}
+    masks = region.leaves_in(inner.keep, inner.bias).values()
+    return inner.shift != 0 and all(leaf.node in above for leaf in masks if leaf.axes & keys)
+
+
 def _check_distances(found: Probabilities, inner: Scores, *, is_shift_free: bool) -> None:
     """Refuse what a number that all scores of a row share would change: it is left out where they are distances."""
     if not is_shift_free:
         text = "scores that are distances are compared with others, a sink or fills that differ"
         raise RefusedError("SCORES_ARE_DISTANCES", text, "mask with -inf, and leave sinks out")
-    if found.is_exponential and not inner.is_shifted:
+    if found.is_exponential and inner.shift == 0:
         text = "exponentials of distances are all zero where every key is far away, and nothing divided by nothing"
         raise RefusedError("SCORES_ARE_DISTANCES", text, "take the softmax of the negative distances")
 

@@ -51,9 +51,8 @@ class Scores:
     ``gain``, ``bias`` and ``keep`` (an indicator) are expressions over the region's leaves. ``fill`` is the bias as it is
     before the mask is known, so also where it does not keep; ``fills`` holds its value there, for every combination of
     masks. ``floor`` is a number that bounds scores from below, and that no finite score beside masks falls short of,
-    ``shift`` is what was added to a row, less its maximum. That row ``is_shifted`` by a maximum of all that is in it: beside
-    one of scores before their masks, as without any, exponentials may all be zero. With a ``distance``, scores are that
-    times the squared distance of query and key: beside ``gain * product``, the squares of both are added.
+    ``shift`` is what was added to a row, less its maximum. With a ``distance``, scores are that times the squared distance
+    of query and key: beside ``gain * product``, the squares of both are added.
     """
 
     leaf: Leaf
@@ -68,7 +67,6 @@ class Scores:
     softcap: float | None
     floor: float | None = None
     shift: sympy.Expr = sympy.S.Zero
-    is_shifted: bool = False
     distance: sympy.Expr = sympy.S.Zero
 
 
@@ -109,14 +107,7 @@ def read(
         distance = _distance(gain * contraction.coefficient, cap)
         gain = -2 * distance
     leaf, summed = region.leaves[product], atoms(contraction.summed)
-    is_shifted = shift != 0 and _is_of_masked(region, shift, region.leaves_in(keep, offset).values(), keys)
-    return Scores(leaf, left, right, summed, gain, bias, keep, fill, fills, cap, floor, shift, is_shifted, distance)
-
-
-def _is_of_masked(region: Region, shift: sympy.Expr, masks: Iterable[Leaf], keys: tuple[Axis, ...]) -> bool:
-    """Whether the maximum that was subtracted is of scores behind all of their masks and biases."""
-    above = {*reached([leaf.node for leaf in region.leaves_in(shift).values()])}
-    return all(leaf.node in above for leaf in masks if leaf.axes & set(atoms(keys)))
+    return Scores(leaf, left, right, summed, gain, bias, keep, fill, fills, cap, floor, shift, distance)
 
 
 def _as_values(region: Region, bias: sympy.Expr) -> sympy.Expr:

@@ -290,15 +290,9 @@ def _softplus_call(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
     return _softplus(region.operand(call, "input", dims))
 
 
-#: Scale and ``alpha`` of ``selu``.
-_SELU = (1.0507009873554805, 1.6732632423543772)
-
-
 def _elu(region: Region, call: Call, dims: Dims) -> sympy.Expr:
-    """``elu``, and by name ``celu``, whose slope has no jump, and ``selu``, whose numbers are given."""
-    x, alpha = region.operand(call, "input", dims), number(call.get("alpha", 1.0) if call.name != "selu" else _SELU[1])
-    rate, scale = (alpha if call.name == "celu" else 1), (_SELU[0] if call.name == "selu" else 1)
-    return scale * (_relu(x) + alpha * (sympy.exp(AT_MOST(x, sympy.S.Zero) / rate) - 1))
+    x, alpha = region.operand(call, "input", dims), number(call.get("alpha", 1.0))
+    return _relu(x) + alpha * (sympy.exp(AT_MOST(x, sympy.S.Zero) / (alpha if call.name == "celu" else 1)) - 1)
 
 
 def _leaky_relu(region: Region, call: Call, dims: Dims) -> sympy.Expr:
@@ -351,7 +345,7 @@ BENDS: Mapping[str, Rule] = {
     "relu": applied(_relu),
     "relu6": applied(lambda x: AT_MOST(_relu(x), sympy.Integer(6))),
     "softplus": _softplus_call,
-    **dict.fromkeys(("elu", "celu", "selu"), _elu),
+    **dict.fromkeys(("elu", "celu"), _elu),
     "leaky_relu": _leaky_relu,
     "threshold": applied(lambda x, floor, other: CHOICE(ABOVE(x, floor), x, other), "input", "threshold", "value"),
     "erf": applied(sympy.erf),
