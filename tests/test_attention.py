@@ -636,6 +636,23 @@ def test_a_direct_sdpa_call_is_recognised_and_can_be_given_another_kernel() -> N
     torch.testing.assert_close(got, attention(*qkv()))
 
 
+@pytest.mark.parametrize("symbolic", ["query", "key", "both"])
+def test_heads_of_a_call_that_share_keys_may_be_symbolic(symbolic: str) -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    torch._dynamo.reset()
+    backend, counts = Rewriting(lock={"attention": "lz.blocked"}), [(8, 4), (12, 3), (6, 2)]
+    run = torch.compile(attention, backend=backend, fullgraph=True)
+    for many, few in counts:
+        heads, shared = 12 if symbolic == "key" else many, 2 if symbolic == "query" else few
+        q, k, v = torch.randn(2, heads, 9, 16), *torch.randn(2, 2, shared, 9, 16)
+        for each in {"query": (q,), "key": (k, v), "both": (q, k, v)}[symbolic]:
+            torch._dynamo.mark_dynamic(each, 1)
+        torch.testing.assert_close(run(q, k, v), attention(q, k, v))
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+
+
 def test_rewriting_twice_changes_nothing() -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.mT * 0.25).softmax(-1) @ v

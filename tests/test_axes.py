@@ -11,6 +11,7 @@ import sympy
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._sympy.functions import FloorDiv
 
 from lz_compile.ground.sizes import as_size, product, shape_of
 from lz_compile.passes.formula.axes import (
@@ -146,6 +147,12 @@ def test_symbolic_extents_are_split_and_merged_exactly() -> None:
     assert sizes(regroup(axes_of(dims), (S, 8, T))) == [[S], [8], [T]]
     assert sizes(regroup(axes_of(dims), (S, 8 * T))) == [[S], [8, T]]
     assert sizes(regroup(axes_of(dims), (8 * S * T,))) == [[S, 8, T]]
+
+
+def test_a_batch_splits_off_windows_whose_number_is_a_rounded_quotient() -> None:
+    windows = FloorDiv(T, 4)
+    assert sizes(regroup(axes_of(fresh((S * windows**2,))), (S, windows, windows))) == [[S], [windows], [windows]]
+    assert sizes(regroup(axes_of(fresh((T,))), (windows, 4))) == [[windows], [4]]
 
 
 def test_a_number_splits_off_the_front_of_a_symbolic_extent() -> None:

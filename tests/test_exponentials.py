@@ -102,6 +102,22 @@ def test_the_smallest_number_less_the_largest_of_its_row_is_finite(largest: Call
     assert match.attributes["masked_rows"] in ("mean", "fill")
 
 
+@pytest.mark.parametrize("is_added", [False, True])
+def test_the_maximum_may_be_of_scores_before_their_mask(is_added: bool) -> None:
+    """Rows without a key are no exponentials that count then, and divided by nothing: that is no proof's."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        keep, lowest = torch.ones(5, 7, dtype=torch.bool).tril(2), torch.finfo(q.dtype).min
+        scores = q @ k.mT * math.log2(math.e)
+        masked = torch.zeros_like(scores).masked_fill(~keep, lowest) + scores
+        masked = masked if is_added else scores.masked_fill(~keep, lowest)
+        return _quotient(torch.exp2(masked - scores.amax(-1, keepdim=True)), v)
+
+    backend = _compared(attention, _inputs((2, 3, 5, 8), (2, 3, 7, 8), (2, 3, 7, 6)))
+    (match,) = backend.report.matches
+    assert match.rewritten, backend.why_not()
+
+
 def test_the_smallest_number_is_not_finite_where_scores_are_only_divided_by_the_largest() -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         keep = (torch.arange(7) > 3).logical_and(torch.arange(5)[:, None] > 1)

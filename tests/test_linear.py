@@ -717,6 +717,25 @@ def test_a_stored_weight_may_be_read_by_others():
     torch.testing.assert_close(found, function(X, W8, S), rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("product", ["_int_mm", "matmul"])
+def test_products_whose_rows_are_rounded_too_are_told(product):
+    def function(x, w, s):
+        largest = x.abs().amax(-1, keepdim=True) / 127
+        rows = (x / largest).round().to(torch.int8)
+        whole = torch._int_mm(rows, w.t()) if product == "_int_mm" else rows.int() @ w.t().int()
+        return whole * s * largest
+
+    x, w, s = torch.randn(32, 16), torch.randint(-99, 99, (24, 16), dtype=torch.int8), torch.rand(24)
+    found, backend = rewritten(function, x, w, s)
+    assert [str(miss.reason) for miss in backend.report.near_misses if miss.op == "linear"] == [
+        f"[ROWS_OF_FEW_BITS] the rows that {product} multiplies with the weight are numbers of few bits, too"
+    ]
+    torch.testing.assert_close(found, function(x, w, s), rtol=0, atol=0)
+
+    _, backend = rewritten(lambda one, other: one.int() @ other.t().int(), w, w)  # as of a graph's neighbours
+    assert not backend.report.near_misses
+
+
 def test_an_image_is_no_weight():
     weight = torch.randn(8, 32)
 
@@ -892,6 +911,17 @@ def test_bytes_in_one_dimension_are_a_weight():
     torch.testing.assert_close(
         found.double(), function(x.double(), packed, scale.double(), codebook.double()), rtol=1e-4, atol=1e-4
     )
+
+
+def test_keys_that_are_picked_for_each_query_are_no_weight_of_each_row():
+    """The queries of Informer, each of which meets some of the keys, by their numbers."""
+
+    def function(q, k):
+        picked = (torch.arange(9)[:, None] * 3 + torch.arange(4) * 5) % 9
+        return (q[..., None, :] @ k[:, picked].mT)[..., 0, :].amax(-1)
+
+    _, backend = rewritten(function, *torch.randn(2, 2, 9, 16))
+    assert not backend.report.near_misses, backend.why_not()
 
 
 def test_a_row_of_flags_for_columns_is_no_weight():

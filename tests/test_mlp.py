@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -253,12 +254,36 @@ def _projections() -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor
     return x, lambda x: F.linear(x, weights[0]), lambda x: F.linear(x, weights[1])
 
 
-def test_an_unknown_activation_between_two_projections_is_a_near_miss() -> None:
+@pytest.mark.parametrize("activation", [F.leaky_relu, partial(F.celu, alpha=0.5)])
+def test_an_unknown_activation_between_two_projections_is_a_near_miss(activation: Callable[[Tensor], Tensor]) -> None:
     x, gate, up = _projections()
-    _, backend = _run(lambda x: F.leaky_relu(gate(x)) * up(x), x)
+    _, backend = _run(lambda x: activation(gate(x)) * up(x), x)
     assert not backend.report.matches
     (miss,) = backend.report.near_misses
     assert str(miss.reason) == "[NO_MLP] the activation is none that is known"
+
+
+#: Of projections that are zero, or negative: what is left of them is a number that is added, or the least that is let through.
+BESIDE_ZERO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "bound": lambda gate, up: gate.clamp(min=1e-6),
+    "added to a gate": lambda gate, up: F.relu(up + 1e-8),
+    "added to a product": lambda gate, up: torch.tanh(gate + 1) * (up + 1) + 1e-7,
+    "added to a factor": lambda gate, up: torch.sigmoid(gate) * (up + 1e-12),
+}
+
+
+@pytest.mark.parametrize("name", BESIDE_ZERO)
+def test_numbers_that_keep_logarithms_finite_stay(name: str) -> None:
+    weight = torch.full((6, 4), -0.25)
+
+    def function(x: Tensor) -> Tensor:
+        gate, up = F.linear(x, weight), F.linear(x - 1, weight)
+        return BESIDE_ZERO[name](gate, up).log()
+
+    x = torch.ones(3, 4)
+    got, _ = _run(function, x)
+    assert function(x).isfinite().all()
+    torch.testing.assert_close(got, function(x))
 
 
 def test_an_activation_is_read_around_a_mode_that_is_left_and_refused_where_it_changes_inside() -> None:

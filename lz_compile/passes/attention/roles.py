@@ -76,11 +76,12 @@ def assign_roles(read: Weighing) -> AttentionEmitter:
     output_gain = tidy(sympy.expand(read.gain * values.factor))
     floor = inner.floor if bias != 0 else None
     attrs = attrs if floor is None else replace(attrs, rounds_bias=False)
-    may_vanish = found.is_exponential and (inner.shift == 0 or found.keep != 1)
+    is_shifted = _is_shifted(region, inner, set(atoms(read.keys)))
+    may_vanish = found.is_exponential and (not is_shifted or found.keep != 1)
     return AttentionEmitter(
         region, roles, query, key, values, query_gain, key_gain, keep, bias, output_gain, found.sinks, output,
         read.output_dims, dtype, attrs, passed, floor, inner.fill or sympy.S.Zero,
-        found.rounds_masked_rows or (found.is_exponential and inner.shift == 0), distance=inner.distance,
+        found.rounds_masked_rows or (found.is_exponential and not is_shifted), distance=inner.distance,
         value_gain=read.value_gain, may_vanish=may_vanish, product=inner.leaf.node,
     )  # fmt: skip
 
@@ -107,6 +108,13 @@ def _rounds_joined(product: fx.Node, dtype: torch.dtype) -> bool:
     found = reached([product], lambda node: () if is_end(node) else node.users)
     joined = [node for node in found if not is_end(node) and (node is product or len(tensor_operands(node)) > 1)]
     return all((tensor := tensor_of(node)) is not None and tensor.dtype == dtype for node in joined)
+
+
+def _is_shifted(region: Region, inner: Scores, keys: set[Axis]) -> bool:
+    """Whether the maximum of a row was subtracted: beside one of scores before their masks, exponentials may all be zero."""
+    above = {*reached([leaf.node for leaf in region.leaves_in(inner.shift).values()])}
+    masks = region.leaves_in(inner.keep, inner.bias).values()
+    return inner.shift != 0 and all(leaf.node in above for leaf in masks if leaf.axes & keys)
 
 
 def _check_distances(found: Probabilities, inner: Scores, *, is_shift_free: bool) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import sympy
 import torch
 from torch import fx
+from torch.utils._sympy.functions import FloorDiv
 
 from lz_compile.ground.sizes import Shape, Size, shape_of
 from lz_compile.lowering.attention_attributes import AttentionAttrs
@@ -14,7 +15,7 @@ from lz_compile.passes.attention.emitter import AttentionEmitter, Finish, Roles
 from lz_compile.passes.attention.operand import Operand, peel
 from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.axes import Axis, Dims, axes_of, broadcast_from, fresh, regroup
+from lz_compile.passes.formula.axes import Axis, Dims, axes_of, broadcast_from, fresh, quotient
 from lz_compile.passes.formula.contraction import Factor
 from lz_compile.passes.formula.expressions import specialised
 from lz_compile.passes.graph.effects import Effects
@@ -130,8 +131,9 @@ def _roles(shapes: list[Shape], enable_gqa: bool) -> tuple[Roles, list[Dims]]:
     kv_heads: tuple[Axis, ...] = heads
     group: tuple[Axis, ...] = ()
     if enable_gqa and has_heads and key[-3] != query[-3]:
-        ratio = query[-3] / key[-3] if not isinstance(query[-3], int) else query[-3] // key[-3]
-        kv_heads, group = regroup(heads, (key[-3], ratio))
+        ratio = quotient(query[-3], key[-3]) or FloorDiv(query[-3], key[-3])  # which the call demands to be exact
+        kv_heads, group = fresh((key[-3], ratio))
+        heads[0].parts = (*kv_heads, *group)
     roles = Roles(batch, kv_heads, group, queries, keys, features, value_features)
     lead = (*leading[:-1], kv_heads) if has_heads else leading
     return roles, [

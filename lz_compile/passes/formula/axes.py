@@ -74,10 +74,11 @@ def quotient(large: Size, small: Size) -> Size | None:
         return None
     if isinstance(large, int) and isinstance(small, int):
         return large // small if large % small == 0 else None
-    ratio = sympy.cancel(_exact(large) / _exact(small))
-    if ratio.as_numer_denom()[1] != 1:
-        return None
-    return int(ratio) if ratio.is_Integer else ratio
+    for over, under in ((large, small), (_exact(large), _exact(small))):
+        ratio = sympy.cancel(sympy.sympify(over) / under)
+        if ratio.as_numer_denom()[1] == 1:
+            return int(ratio) if ratio.is_Integer else ratio
+    return None
 
 
 def _exact(size: Size) -> sympy.Expr:

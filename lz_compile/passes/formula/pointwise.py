@@ -292,7 +292,7 @@ def _softplus_call(region: Region, call: Call, dims: Dims) -> sympy.Expr | None:
 
 def _elu(region: Region, call: Call, dims: Dims) -> sympy.Expr:
     x, alpha = region.operand(call, "input", dims), number(call.get("alpha", 1.0))
-    return _relu(x) + alpha * (sympy.exp(AT_MOST(x, sympy.S.Zero)) - 1)
+    return _relu(x) + alpha * (sympy.exp(AT_MOST(x, sympy.S.Zero) / (alpha if call.name == "celu" else 1)) - 1)
 
 
 def _leaky_relu(region: Region, call: Call, dims: Dims) -> sympy.Expr:
@@ -345,7 +345,7 @@ BENDS: Mapping[str, Rule] = {
     "relu": applied(_relu),
     "relu6": applied(lambda x: AT_MOST(_relu(x), sympy.Integer(6))),
     "softplus": _softplus_call,
-    "elu": _elu,
+    **dict.fromkeys(("elu", "celu"), _elu),
     "leaky_relu": _leaky_relu,
     "threshold": applied(lambda x, floor, other: CHOICE(ABOVE(x, floor), x, other), "input", "threshold", "value"),
     "erf": applied(sympy.erf),

@@ -37,6 +37,8 @@ from lz_compile.passes.rewriting.twins import Twins
 OP = "linear"
 #: A product whose weight only the machine that packed it can read.
 _MACHINES_OWN = "_weight_int4pack_mm_for_cpu"
+#: Products of stored numbers with rows that were rounded to few bits as well.
+_OF_FEW_BITS = frozenset({"_int_mm", "_scaled_mm"})
 #: Of scales that are powers, the logarithm that proofs draw at the most.
 _MODERATE = 6.0
 
@@ -60,12 +62,14 @@ class _Reader:
     def is_anchor(self, node: fx.Node) -> bool:
         """Whether a call is a product one of whose factors is computed from stored numbers."""
         call, tensor = self.effects.calls[node], tensor_of(node)
-        if call is not None and call.name in (*NATIVE, _MACHINES_OWN):
+        if call is not None and call.name in (*NATIVE, _MACHINES_OWN, *_OF_FEW_BITS):
             return 0 not in shape_of(known_tensor(node))
         is_product = call is not None and call.name in contraction.PRODUCTS
-        if not is_product or tensor is None or not tensor.is_floating_point() or 0 in shape_of(tensor):
+        if not is_product or tensor is None or 0 in shape_of(tensor):
             return False
         factors = node.all_input_nodes
+        if not tensor.is_floating_point():  # of a weight with rows that were rounded: both may be data else
+            return len(factors) == 2 and sum(self.storage(each) is not None for each in factors) == 1
         return any(self.storage(each) is not None or self._numbers(each) is not None for each in factors)
 
     def read(self, anchor: fx.Node) -> Match | NearMiss | None:
@@ -81,6 +85,10 @@ class _Reader:
     def _match(self, anchor: fx.Node) -> Match:
         call = self.effects.calls[anchor]
         assert call is not None, "an anchor is a call"
+        if call.name in _OF_FEW_BITS or not known_tensor(anchor).is_floating_point():
+            text = f"the rows that {call.name} multiplies with the weight are numbers of few bits, too"
+            edit = "leave it as it is, or multiply the rows themselves by (stored - zero) * scale"
+            raise RefusedError("ROWS_OF_FEW_BITS", text, edit)
         if call.name in (*NATIVE, _MACHINES_OWN):
             read = self._native(call)
         else:

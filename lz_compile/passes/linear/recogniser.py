@@ -96,6 +96,8 @@ def recognise(effects: Effects, call: Call, storage: Callable[[fx.Node], fx.Node
     given, factor = product.left, product.right  # of a weight on the left nobody could tell that it is none
     rows = set(axes_of(given.dims)) - set(product.summed)
     if rows & set(axes_of(factor.dims)):
+        if storage(factor.node) is None:  # its integers may say which rows of it are taken
+            raise LayoutError("every row has a factor of its own, and nothing of few bits is stored")
         raise RefusedError("BATCHED_WEIGHT", "every row has a weight of its own", "multiply each by itself")
     weight = _read_weight(effects, product, factor, storage(factor.node), known)
     return Dequantised(given, weight, bias, call.node, dims)

@@ -40,6 +40,8 @@ _LOW, _HIGH = 0.25, 0.75
 #: Values differ where they differ by more than this, relative to their size: constants in sources have few digits.
 TOLERANCE = 1e-6
 _REACH = 12.0
+#: Of this, activations that vanish are exactly zero, however they are computed.
+_VANISHED = -1e4
 
 
 @dataclass(frozen=True)
@@ -156,13 +158,21 @@ def _form(expression: sympy.Expr, rows: Sequence[sympy.Symbol], weights: Sequenc
         values = evaluate(expression, samples)
         for found in _candidates(expression, rows, weights):
             for complete in _with_biases(found, weights):
-                if agree(
-                    values, _values(complete, samples), torch.stack([abs(each) for each in samples.values()]).amax(0)
-                ):
+                far = torch.stack([abs(each) for each in samples.values()]).amax(0)
+                if agree(values, _values(complete, samples), far) and _vanishes(expression, complete, weights):
                     return complete
     except LookupError:
         pass
     return None
+
+
+def _vanishes(expression: sympy.Expr, form: Form, weights: Sequence[sympy.Symbol]) -> bool:
+    """Whether an expression is exactly zero where its form is: ``clamp(min=1e-9)`` is no relu to a logarithm."""
+    gate, up = torch.tensor([[0.0, _VANISHED, 1.0], [1.0, 1.0, 0.0]], dtype=torch.float64, device="cpu")
+    rows = {form.gate: gate} if form.up is None else {form.gate: gate, form.up: up}
+    samples = {**rows, **dict.fromkeys(weights, torch.zeros_like(gate))}
+    expected, values = _values(form, samples), tensor(evaluate(expression, samples)).expand(gate.shape)
+    return not values[(expected == 0) & values.isfinite()].any()
 
 
 def _candidates(expression: sympy.Expr, rows: Sequence[sympy.Symbol], weights: Sequence[sympy.Symbol]) -> list[Form]:

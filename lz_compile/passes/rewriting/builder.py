@@ -21,7 +21,7 @@ from torch.fx.proxy import GraphAppendingTracer
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from lz_compile.ground.sizes import as_size, product
+from lz_compile.ground.sizes import as_size
 from lz_compile.passes.formula.algebra import Leaf
 from lz_compile.passes.formula.axes import Axis, Dims, atoms
 from lz_compile.passes.formula.expressions import INFINITY
@@ -122,16 +122,21 @@ class Builder:
         return self._extents[axis]
 
     def _symbolic(self, axis: Axis) -> Any:
-        for node, dims in self._shape_sources.items():
-            for position, dim in enumerate(dims):
-                own = atoms(dim)
-                if axis not in own or tensor_of(node) is None:
-                    continue
-                others = [other.size for other in own if other is not axis]
-                if all(isinstance(other, int) for other in others):
-                    size = self.value(node).size(position)
-                    divisor = product(others)
-                    return size if divisor == 1 else operator.floordiv(size, divisor)
+        shown = [
+            (node, at, atoms(dim))
+            for node, dims in self._shape_sources.items()
+            if tensor_of(node) is not None
+            for at, dim in enumerate(dims)
+        ]
+        alone = {own[0] for *_, own in shown if len(own) == 1}
+        for node, position, own in shown:
+            others = [other for other in own if other is not axis]
+            if axis not in own or (others and axis in alone):
+                continue
+            if all(isinstance(other.size, int) or other in alone for other in others):
+                size = self.value(node).size(position)
+                divisor = self.size(others)
+                return size if not others else operator.floordiv(size, divisor)
         raise LookupError(
             f"no tensor at the edge of the match has the symbolic extent {axis.size} on a dimension of its own"
         )
