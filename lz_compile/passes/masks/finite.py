@@ -93,10 +93,12 @@ def _is_bounded(region: Region, node: object, depth: int = 24) -> bool:
 
 
 def _is_moderate_divisor(region: Region, divisor: object) -> bool:
-    """Whether a divisor is a number that is not small: written down, or made of constants alone (`torch.tensor(64.0).sqrt()`)."""
-    if isinstance(divisor, fx.Node) and tensor_of(divisor) is not None:
-        known = evaluate(region.effects, divisor)
-        divisor = known.value.item() if isinstance(known, Known) and known.value.numel() == 1 and not known.buffers else None
+    """Whether a divisor is a number that is not small: written down, or made of constants alone (`torch.sqrt(size)`)."""
+    known = (
+        evaluate(region.effects, divisor) if isinstance(divisor, fx.Node) and tensor_of(divisor) is not None else None
+    )
+    if isinstance(known, Known) and known.value.numel() == 1 and not known.buffers:
+        divisor = known.value.item()
     return isinstance(divisor, (int, float)) and abs(divisor) >= 1 / _MODERATE
 
 

@@ -315,11 +315,10 @@ def _random(leaf: fx.Node, whole: Collection[int], generator: torch.Generator) -
 
 
 def _differ(one: torch.Tensor, other: torch.Tensor, dim: int) -> bool:
-    """Whether tensors have other sizes along a dimension, or that one only one of them (adds no guard)."""
-    longer, shorter = sorted(([as_size(size) for size in each.shape] for each in (one, other)), key=len, reverse=True)
-    if len(longer) == len(shorter) + 1 and dim < len(longer):  # a step is cut off along one dimension, or steps are stacked
-        return longer[:dim] + longer[dim + 1 :] == shorter
-    return len(longer) != len(shorter) or longer[dim : dim + 1] != shorter[dim : dim + 1]
+    """Whether tensors differ along a dimension, or along a part of it, in rank or size (adds no guard)."""
+    sizes, others = ([as_size(size) for size in each.shape] for each in (one, other))
+    # What was cut off or split ahead of a dimension leaves that as it is.
+    return sizes[:dim] == others[:dim] if len(sizes) != len(others) else sizes[dim:][:1] != others[dim:][:1]
 
 
 def _broadcasts(tensor: torch.Tensor, states: torch.Tensor, dim: int) -> bool:
