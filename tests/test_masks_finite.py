@@ -203,6 +203,11 @@ def _shifted(m: _Projected, x: Tensor) -> Tensor:
         (lambda m, x: m.first(x).log(), True, False),
         (lambda m, x: 1 / m.first(x), True, False),
         (lambda m, x: m.first(x).sigmoid(), True, True),
+        (lambda m, x: (m.first(x) / torch.tensor(3.0).sqrt()).flip(0).chunk(1)[0], True, True),
+        (lambda m, x: (m.first(x) @ m.second(x).mT / 8).chunk(1)[0] / torch.tensor(3.0).sqrt().float(), True, True),
+        (lambda m, x: (m.first(x) / torch.tensor(1e-4)).chunk(1)[0], True, False),
+        (lambda m, x: (m.first(x) / x[:, :1]).chunk(1)[0], True, False),
+        (lambda m, x: (x.mean() / torch.tensor(3.0) * m.first(x)).chunk(1)[0], True, False),
     ],
 )
 @pytest.mark.parametrize("expand_masks", [False, True])

@@ -223,6 +223,20 @@ def test_few_steps_are_left_to_inductor_and_told_unless_they_are_next_to_none(st
     torch.testing.assert_close(got, reference(a, b, 1))
 
 
+def test_a_short_loop_moves_nothing_along_its_features() -> None:
+    def loop(a: Tensor, b: Tensor) -> Tensor:
+        state, states = torch.zeros_like(b[:, 0]), []
+        for t in range(b.shape[1]):
+            state = a[:, t] * state + (1 - a[:, t]) * b[:, t]
+            states.append(state)
+        return torch.stack(states, 1)
+
+    _, backend = compiled(loop, *inputs((2, 8, 24), torch.float64, 0))
+    (left,) = backend.report.loops
+    assert left.steps == 8
+    assert not backend.report.near_misses, "it is a recurrence, and no pieces over its 24 features"
+
+
 def test_elementwise_arithmetic_under_vmap_is_spelled_out_and_other_is_not() -> None:
     def mapped(x: Tensor, y: Tensor) -> Tensor:
         first = y[0]

@@ -10,16 +10,17 @@ from torch import fx
 
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.algebra import Region
-from lz_compile.passes.formula.expressions import INFINITY, constant_value
+from lz_compile.passes.formula.expressions import INFINITY, Known, constant_value
 from lz_compile.passes.graph.view import Call, tensor_of, value_of
+from lz_compile.passes.masks.constants import evaluate
 
 _KEEPS = frozenset(
     "transpose t permute view reshape flatten unflatten expand expand_as unsqueeze squeeze contiguous clone getitem select "
     "narrow repeat tile repeat_interleave index_select gather to float type_as view_as triu tril detach "
-    "chunk split unbind split_with_sizes".split()
+    "chunk split unbind split_with_sizes flip roll".split()
 )
 _BOUNDED = _KEEPS | frozenset(
-    "mul add sub neg abs tanh sigmoid embedding index where masked_fill cat stack arange pow unflatten".split()
+    "mul div add sub neg abs tanh sigmoid embedding index where masked_fill cat stack arange pow unflatten".split()
 )
 _PRODUCTS = frozenset("linear addmm matmul bmm baddbmm einsum".split())
 _CONSTANT_FILLS = frozenset({"full", "full_like", "new_full", "tensor", "scalar_tensor"})
@@ -78,6 +79,8 @@ def _is_bounded(region: Region, node: object, depth: int = 24) -> bool:
         return False
     if call.name == "pow" and not _is_decay(region, call):
         return False
+    if call.name == "div":  # a rounding mode takes digits away
+        return _is_moderate_divisor(region, call.get("other")) and _is_bounded(region, call.input, depth - 1)
     if call.name == "arange" or (call.name in _PRODUCTS and _is_projected(region, call)):
         return True
     if is_kept:  # numbers are sizes and places
@@ -87,6 +90,16 @@ def _is_bounded(region: Region, node: object, depth: int = 24) -> bool:
         item for value in call.arguments.values() for item in (value if isinstance(value, (tuple, list)) else (value,))
     ]
     return all(_is_bounded(region, value, depth - 1) for value in arguments)
+
+
+def _is_moderate_divisor(region: Region, divisor: object) -> bool:
+    """Whether a divisor is a number that is not small: written down, or made of constants alone (`torch.sqrt(size)`)."""
+    known = (
+        evaluate(region.effects, divisor) if isinstance(divisor, fx.Node) and tensor_of(divisor) is not None else None
+    )
+    if isinstance(known, Known) and known.value.numel() == 1 and not known.buffers:
+        divisor = known.value.item()
+    return isinstance(divisor, (int, float)) and abs(divisor) >= 1 / _MODERATE
 
 
 def _is_trained(node: fx.Node) -> bool:

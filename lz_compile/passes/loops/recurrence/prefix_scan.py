@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from lz_compile.ground.isolation import isolated
-from lz_compile.ground.sizes import Size, as_size, shape_of
+from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, broadcast_from, fresh
 from lz_compile.passes.graph.effects import Effects
@@ -199,7 +199,7 @@ class _Reader:
         inserts = all(source is not None and source.dim() < tensor.dim() for source in sources)
         if call.name == "getitem" and inserts and layout.shows_whole(call):
             return False
-        return any(source is not None and _extent(source, dim) != _extent(tensor, dim) for source in sources)
+        return any(source is not None and _differ(source, tensor, dim) for source in sources)
 
     def _leaves(self, core: Sequence[fx.Node], dim: int) -> list[fx.Node] | None:
         """The tensors of all steps that pieces are cut off, before anything is cut; None where there are others."""
@@ -314,9 +314,11 @@ def _random(leaf: fx.Node, whole: Collection[int], generator: torch.Generator) -
     return torch.rand(sizes, generator=generator, dtype=kind) * 2 - 1
 
 
-def _extent(tensor: torch.Tensor, dim: int) -> tuple[int, Size | None]:
-    """The rank, and the size of a dimension (adds no guard)."""
-    return tensor.dim(), as_size(tensor.shape[dim]) if dim < tensor.dim() else None
+def _differ(one: torch.Tensor, other: torch.Tensor, dim: int) -> bool:
+    """Whether tensors differ along a dimension, or along a part of it, in rank or size (adds no guard)."""
+    sizes, others = ([as_size(size) for size in each.shape] for each in (one, other))
+    # What was cut off or split ahead of a dimension leaves that as it is.
+    return sizes[:dim] == others[:dim] if len(sizes) != len(others) else sizes[dim:][:1] != others[dim:][:1]
 
 
 def _broadcasts(tensor: torch.Tensor, states: torch.Tensor, dim: int) -> bool:
