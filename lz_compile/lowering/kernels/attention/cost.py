@@ -42,8 +42,8 @@ _ROW = 40
 _ONE_BY_ONE = 2.4
 #: Operators of no size that two products of a few rows in 16 bits take as long to call as (oneDNN, a Xeon with AMX).
 _HALF_CALLS = 60
-#: What a band and a boolean mask take of a softmax in Inductor's C++, and each where a kernel makes numbers of it first. A band
-#: takes 1.8 on a Xeon with AMX and 0.5 to 1.2 on two EPYCs, by how it is written: more than that chose slower kernels there.
+#: What a band and a boolean mask take of a softmax in Inductor's C++, and each where a kernel makes numbers of it first.
+#: A band takes 1.8 on a Xeon with AMX, and 0.5 to 1.2 on two EPYCs by how it is written: more chose slower kernels there.
 _BAND, _BOOLEANS = 1.0, 4.0
 _BAND_NUMBERS, _NUMBERS = 0.3, 0.6
 #: What PyTorch's tanh takes of a softmax, in C++ and in Inductor's code alike (an EPYC with AVX-512), and what the quotient
