@@ -30,7 +30,7 @@ lint: $(STAMP) ## check style, formatting, types, and what one has to read
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports --no-cache --no-logo
 	$(PY) scripts/reading_cost.py lz_compile.passes.attention.recogniser --files 18 --lines 4700
-	$(PY) scripts/reading_cost.py lz_compile.passes.scan.recogniser --files 33 --lines 8260
+	$(PY) scripts/reading_cost.py lz_compile.passes.scan.recogniser --files 33 --lines 8270
 	$(PY) scripts/reading_cost.py lz_compile.passes.blend.recogniser --files 25 --lines 6400
 	$(PY) scripts/reading_cost.py lz_compile.passes.sampling.recogniser --files 19 --lines 4400
 	$(PY) scripts/reading_cost.py lz_compile.passes.paged_attention.recogniser --files 16 --lines 2600
