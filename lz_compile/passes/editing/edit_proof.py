@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -97,7 +96,7 @@ def _facts(before: Snapshot, after: Snapshot) -> str:
 def _difference(before: Snapshot, after: Snapshot, graph: fx.Graph) -> Verdict:
     whole = _Edit(before.nodes, after.nodes, before.attribute, after.attribute, graph)
     steps = _steps(before, after) if whole.is_large() else []
-    if len(steps) > 1 and all(_verdict(step) == Verdict() for step in steps):
+    if steps and all(_verdict(step) == Verdict() for step in steps):
         return Verdict()
     return _verdict(whole)
 
@@ -112,7 +111,7 @@ def _steps(before: Snapshot, after: Snapshot) -> list[_Edit]:
         return (after if name in new_names else before).attribute(name)
 
     proven = set[str]()
-    return [_Edit(one, other, held, held, None, proven) for one, other in pairwise(between(before.nodes, after.nodes))]
+    return [_Edit(one, other, held, held, None, proven) for one, other in between(before.nodes, after.nodes)]
 
 
 @dataclass(frozen=True)
