@@ -653,6 +653,15 @@ def test_heads_of_a_call_that_share_keys_may_be_symbolic(symbolic: str) -> None:
     assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
 
 
+def test_heads_of_a_call_without_a_batch_may_share_keys() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    q, k, v = torch.randn(6, 9, 16), *torch.randn(2, 3, 9, 16)
+    got = rewritten(attention, q, k, v, lock={"attention": "lz.blocked"})
+    torch.testing.assert_close(got, attention(q, k, v))
+
+
 def test_rewriting_twice_changes_nothing() -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (q @ k.mT * 0.25).softmax(-1) @ v

@@ -585,3 +585,15 @@ def test_a_weight_that_was_made_without_gradients_gives_none_to_what_it_is_made_
     )
     assert [each is None for each in found] == [each is None for each in wanted] == [True, False, True, True]
     torch.testing.assert_close(found[1], wanted[1])
+
+
+def test_a_division_by_a_constant_of_zero_is_no_blend() -> None:
+    """Nothing fails at it."""
+
+    def function(seed: Tensor, host: Tensor) -> Tensor:
+        return host.detach() / torch.tensor(0.0) + seed * 0.5
+
+    (seed, host), none = torch.randn(2, 3, 4), Rewriting()
+    got = torch.compile(function, backend=none, fullgraph=True)(seed.requires_grad_(), host)
+    torch.testing.assert_close(got, function(seed, host))
+    assert not none.report.events, none.why_not()

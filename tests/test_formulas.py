@@ -79,6 +79,18 @@ def test_what_does_not_parse_is_refused(formula):
         check(formula, SIZES)
 
 
+@pytest.mark.parametrize("formula", ["-" * 1500 + "batch_size", "+".join(["batch_size"] * 1500)])
+def test_what_is_nested_too_deeply_is_refused(formula):
+    with pytest.raises(FormulaError):
+        evaluate(formula, SIZES)
+
+
+def test_a_function_is_one_whatever_sizes_are_called():
+    assert evaluate("max(batch_size, 5)", {"max": 3, "batch_size": 2}) == 5
+    with pytest.raises(FormulaError, match="'max' is none of"):
+        evaluate("max + 1", {"max": 3})
+
+
 def test_an_unknown_size_names_the_nearest():
     with pytest.raises(FormulaError) as failure:
         check("batchsize * 4", SIZES)

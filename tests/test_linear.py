@@ -728,7 +728,7 @@ def test_products_whose_rows_are_rounded_too_are_told(product):
     x, w, s = torch.randn(32, 16), torch.randint(-99, 99, (24, 16), dtype=torch.int8), torch.rand(24)
     found, backend = rewritten(function, x, w, s)
     assert [str(miss.reason) for miss in backend.report.near_misses if miss.op == "linear"] == [
-        f"[ROWS_OF_FEW_BITS] the rows that {product} multiplies with the weight are numbers of few bits, too"
+        f"[ROWS_OF_FEW_BITS] both factors of {product} are numbers of few bits"
     ]
     torch.testing.assert_close(found, function(x, w, s), rtol=0, atol=0)
 

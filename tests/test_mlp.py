@@ -286,6 +286,18 @@ def test_numbers_that_keep_logarithms_finite_stay(name: str) -> None:
     torch.testing.assert_close(got, function(x))
 
 
+def test_exponents_may_be_held_to_where_they_overflow() -> None:
+    x, gate, up = _projections()
+
+    def function(x: Tensor) -> Tensor:
+        row = gate(x)
+        return row / (1 + torch.exp((-row).clamp(max=88.0))) * up(x)
+
+    got, backend = _run(function, x)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    torch.testing.assert_close(got, function(x))
+
+
 def test_an_activation_is_read_around_a_mode_that_is_left_and_refused_where_it_changes_inside() -> None:
     x, gate, up = _projections()
 

@@ -24,7 +24,7 @@ def evaluate(formula: str, sizes: Mapping[str, int]) -> int:
     """
     check(formula, sizes)
     try:
-        value: int = eval(_code(formula), {"__builtins__": {}, **_FUNCTIONS}, dict(sizes))  # every part was checked
+        value: int = eval(_code(formula), {**sizes, **_FUNCTIONS, "__builtins__": {}})  # every part was checked
     except ZeroDivisionError:
         raise FormulaError(formula, f"it divides by zero where {dict(sizes)}") from None
     if value < 0:
@@ -62,7 +62,7 @@ def _names(formula: str) -> frozenset[str]:
     def visit(node: ast.expr) -> frozenset[str]:
         if isinstance(node, ast.Constant) and type(node.value) is int:
             return frozenset()
-        if isinstance(node, ast.Name):
+        if isinstance(node, ast.Name) and node.id not in _FUNCTIONS:
             return frozenset({node.id})
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
             return visit(node.operand)
@@ -73,7 +73,10 @@ def _names(formula: str) -> frozenset[str]:
         text = ast.unparse(node)
         raise FormulaError(formula, f"'{text}' is none of: integer, name, + - * //, min(a, b), max(a, b)")
 
-    return visit(_parse(formula).body)
+    try:
+        return visit(_parse(formula).body)
+    except RecursionError:
+        raise FormulaError(formula, "it is nested too deeply") from None
 
 
 def _is_function(node: ast.Call) -> bool:

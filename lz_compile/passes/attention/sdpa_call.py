@@ -125,7 +125,7 @@ def _roles(shapes: list[Shape], enable_gqa: bool) -> tuple[Roles, list[Dims]]:
     longest = max(shapes, key=len)
     leading = fresh([_widest(position, shapes) for position in range(-len(longest), -2)])
     features, queries, keys, value_features = fresh((query[-1], query[-2], key[-2], value[-1]))
-    has_heads = len(longest) > 3
+    has_heads = len(longest) > 3 or enable_gqa
     heads = leading[-1] if has_heads else ()
     batch = tuple(axis for dim in (leading[:-1] if has_heads else leading) for axis in dim)
     kv_heads: tuple[Axis, ...] = heads

@@ -286,7 +286,7 @@ def _computed(rule: Arithmetic) -> Rule:
 
 def _div(sums: _Expansion, call: Call) -> Terms | None:
     found = sums.operands(call, "input", "other")
-    if found is None or call.get("rounding_mode") is not None or set(found[1]) != {()}:
+    if found is None or call.get("rounding_mode") is not None or set(found[1]) != {()} or found[1][()] == 0:
         return None
     return found[0] * (1.0 / found[1][()])
 

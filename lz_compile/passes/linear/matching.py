@@ -86,7 +86,7 @@ class _Reader:
         call = self.effects.calls[anchor]
         assert call is not None, "an anchor is a call"
         if call.name in _OF_FEW_BITS or not known_tensor(anchor).is_floating_point():
-            text = f"the rows that {call.name} multiplies with the weight are numbers of few bits, too"
+            text = f"both factors of {call.name} are numbers of few bits"
             edit = "leave it as it is, or multiply the rows themselves by (stored - zero) * scale"
             raise RefusedError("ROWS_OF_FEW_BITS", text, edit)
         if call.name in (*NATIVE, _MACHINES_OWN):

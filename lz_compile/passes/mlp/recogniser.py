@@ -167,12 +167,16 @@ def _form(expression: sympy.Expr, rows: Sequence[sympy.Symbol], weights: Sequenc
 
 
 def _vanishes(expression: sympy.Expr, form: Form, weights: Sequence[sympy.Symbol]) -> bool:
-    """Whether an expression is exactly zero where its form is: ``clamp(min=1e-9)`` is no relu to a logarithm."""
+    """Whether an expression is zero where its form is: ``clamp(min=1e-9)`` is no relu to a logarithm.
+
+    Beside a gate that is far, what float32 has no normal number for is zero: exponents are held to where they overflow.
+    """
     gate, up = torch.tensor([[0.0, _VANISHED, 1.0], [1.0, 1.0, 0.0]], dtype=torch.float64, device="cpu")
     rows = {form.gate: gate} if form.up is None else {form.gate: gate, form.up: up}
     samples = {**rows, **dict.fromkeys(weights, torch.zeros_like(gate))}
     expected, values = _values(form, samples), tensor(evaluate(expression, samples)).expand(gate.shape)
-    return not values[(expected == 0) & values.isfinite()].any()
+    nearly = gate.abs() * torch.finfo(torch.float32).tiny
+    return not ((expected == 0) & values.isfinite() & (values.abs() > nearly)).any()
 
 
 def _candidates(expression: sympy.Expr, rows: Sequence[sympy.Symbol], weights: Sequence[sympy.Symbol]) -> list[Form]:
