@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
 from torch import fx
 
 from lz_compile.passes.editing.stretch import operands_of, same_but_operands
+from lz_compile.passes.graph.modes import changes_mode
 from lz_compile.passes.graph.snapshot import Was
+from lz_compile.passes.graph.view import read
+from lz_compile.passes.graph.writes import draws
+from lz_compile.passes.proof.running import NotRunnableError
 
-#: So many edits at the most: each is looked for in the whole graph.
-_MOST_EDITS = 64
+
+@dataclass
+class Chain:
+    """What several edits have in common: how many calls may still be run, and what was proven, told without names."""
+
+    left: int
+    proven: set[str] = field(default_factory=set)
+
+    def runs(self, count: int) -> None:
+        """So many calls are about to be run.
+
+        Raises:
+            NotRunnableError: these are so many that the whole would not have taken longer.
+        """
+        self.left -= count
+        if self.left < 0:
+            raise NotRunnableError("its parts are as long as the whole")
 
 
-def between(before: Sequence[Was], after: Sequence[Was]) -> list[Sequence[Was]]:
-    """Graphs from the first to the last, those included, of which each differs from the next in as few calls as can be.
+def between(before: Sequence[Was], after: Sequence[Was], most: int) -> list[Sequence[Was]]:
+    """At most so many graphs behind the first, up to the last, of which each differs from the next in few calls.
 
     What stands for what is proposed by who reads it: whether they compute the same is not asked here. These are the two
     themselves where places cannot be told apart.
@@ -24,7 +45,7 @@ def between(before: Sequence[Was], after: Sequence[Was]) -> list[Sequence[Was]]:
     if not places.are_told_apart:
         return [before, after]
     edits = places.edits()
-    size = max(math.ceil(len(edits) / _MOST_EDITS), 1)
+    size = max(math.ceil(len(edits) / most), 1)
     graphs: list[Sequence[Was]] = [before]
     for count in range(size, len(edits), size):
         graph, known = [*places.graph({*edits[:count]})], set[fx.Node]()
@@ -115,11 +136,21 @@ class _Places:
         for place, (calls, _) in enumerate(self._runs):
             for old, new in (pair for was in calls for pair in self._pairs(was)):
                 self._unite(self._gone.get(old), place if old is new else self._new.get(new))
+        acting = (place for place, run in enumerate(self._runs) if any(_acts(was) for side in run for was in side))
+        first = next(acting, len(self._runs))
+        for place in range(first, len(self._runs)):
+            self._unite(first, place)
 
     def _unite(self, one: int | None, other: int | None) -> None:
         if one is not None and other is not None:
             first, second = sorted((self._edit_of(one), self._edit_of(other)))
             self._parents[second] = first
+
+
+def _acts(was: Was) -> bool:
+    """Whether calls behind compute something else without one, though they read nothing of it."""
+    call = read(cast("fx.Node", was))
+    return call is not None and (changes_mode(call.node) or draws(call))
 
 
 def _runs(calls: Sequence[Was], stays: set[fx.Node]) -> list[list[Was]]:
