@@ -13,7 +13,7 @@ from lz_compile.passes.editing.stretch import operands_of, same_but_operands
 from lz_compile.passes.graph.modes import changes_mode
 from lz_compile.passes.graph.snapshot import Was
 from lz_compile.passes.graph.view import read
-from lz_compile.passes.graph.writes import draws
+from lz_compile.passes.graph.writes import RANDOM, drops, is_seeded
 from lz_compile.passes.proof.running import NotRunnableError
 
 
@@ -150,7 +150,9 @@ class _Places:
 def _acts(was: Was) -> bool:
     """Whether calls behind compute something else without one, though they read nothing of it."""
     call = read(cast("fx.Node", was))
-    return call is not None and (changes_mode(call.node) or draws(call))
+    if call is None:
+        return False
+    return changes_mode(call.node) or call.name in RANDOM or drops(call) or is_seeded(was.target)
 
 
 def _runs(calls: Sequence[Was], stays: set[fx.Node]) -> list[list[Was]]:

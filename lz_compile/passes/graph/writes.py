@@ -212,7 +212,7 @@ def refuse_transformed(ambient: Ambient) -> None:
 
 def _objection(node: fx.Node, call: Call) -> tuple[str, str, str] | None:
     name = str(getattr(node.target, "__name__", node.target))
-    if draws(call):
+    if call.name in RANDOM or drops(call) or is_seeded(node.target):
         text = "draws random numbers: a loop that is rolled up would draw them in another order"
         return "RANDOM", text, "draw those of all steps before the loop"
     if name.startswith(_MODES) or name.endswith("_nesting"):
@@ -224,11 +224,6 @@ def _objection(node: fx.Node, call: Call) -> tuple[str, str, str] | None:
     if call.name in _LAYOUTS:
         return "LAYOUT_ASKED", "asks for strides or memory", "use view, reshape or index instead"
     return None
-
-
-def draws(call: Call) -> bool:
-    """Whether a call draws random numbers."""
-    return call.name in RANDOM or drops(call) or is_seeded(call.node.target)
 
 
 def drops(call: Call) -> bool:
