@@ -46,6 +46,7 @@ from lz_compile.passes.rewriting.match import Match
 from lz_compile.passes.rewriting.rewrite import Recipes, splice
 from lz_compile.report.report import GraphReport
 from lz_compile.runtime.kernels.registry import kernels
+from tests.test_subclasses import Int8Weight
 
 T = 8
 
@@ -482,6 +483,7 @@ def out_of_place(module: fx.GraphModule, *, wrong: int | None = None) -> None:
 def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of what is run, though an edit is small: once before, and once after it, if that is the same."""
     monkeypatch.setattr(edit_proof, "_MANY_BYTES", 0)
+    monkeypatch.setattr(edit_proof, "_LOOKED_FOR", 1)
     found: list[int] = []
     ran = edit_proof._Trial.difference
 
@@ -555,6 +557,104 @@ def test_strides_that_a_call_in_between_would_see_are_seen(lengths: list[int]) -
 def turned(x: Tensor) -> Tensor:
     """Sines whose strides are those of the other order of dimensions."""
     return torch.sin(x).transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def test_modes_are_no_places_by_themselves(lengths: list[int]) -> None:
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        with torch.no_grad():
+            sines = torch.sin(x)
+        return sines * a
+
+    def edit(module: fx.GraphModule) -> None:
+        for node in module.graph.find_nodes(op="call_function", target=torch._C._set_grad_enabled):
+            module.graph.erase_node(node)
+
+    told, _ = edited(program, edit, *inputs())
+    assert "has requires_grad True" in told
+
+
+def test_what_is_drawn_behind_a_draw_that_goes_belongs_to_its_place(lengths: list[int]) -> None:
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        torch.rand(4)
+        return torch.cos(torch.rand(4)) * torch.sin(x)
+
+    def edit(module: fx.GraphModule) -> None:
+        module.graph.erase_node(node_of(module, torch.rand))
+        by(torch.sin, lambda graph, node: graph.call_function(torch.sin, node.args))(module)
+
+    told, _ = edited(program, edit, *(each.detach() for each in inputs()))
+    assert "is off by" in told
+
+
+def test_the_same_calls_shared_otherwise_between_before_and_after_are_not_equal(lengths: list[int]) -> None:
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        x, y = x * 1, x * 2
+        x.mul_(4)
+        x = torch.sin(x)
+        y.mul_(4)
+        y.mul_(2)
+        return torch.sin(y) * x
+
+    def edit(module: fx.GraphModule) -> None:
+        for node, factors in zip(
+            module.graph.find_nodes(op="call_method", target="mul_"), ((2, 2), (), (2,)), strict=True
+        ):
+            with module.graph.inserting_before(node):
+                for factor in factors:
+                    made(module.graph.call_method("mul_", (node.args[0], factor)), node)
+            module.graph.erase_node(node)
+
+    told, _ = edited(program, edit, *(each.detach() for each in inputs()))
+    assert lengths[:2] == [1, 2]
+    assert "is off by" in told
+
+
+def doubled(x: Tensor) -> Tensor:
+    """Twice a tensor, if it is a plain one."""
+    return x.stored * x.scale if isinstance(x, Int8Weight) else x + x
+
+
+def test_tensors_of_another_class_are_no_equal_place(lengths: list[int]) -> None:
+    def program(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.sin(torch.mul(x, 2)) + torch.sin(torch.mul(weight, 2))
+
+    def edit(module: fx.GraphModule) -> None:
+        for node in module.graph.find_nodes(op="call_function", target=torch.mul):
+            with module.graph.inserting_before(node):
+                new = made(module.graph.call_function(doubled, node.args[:1]), node)
+            node.replace_all_uses_with(new)
+            module.graph.erase_node(node)
+
+    weight = Int8Weight(torch.full((4, 4), 3, dtype=torch.int8), torch.ones(4, 1), torch.float32)
+    told, _ = edited(program, edit, torch.randn(4, 4), weight)
+    assert lengths[:2] == [1, 1]
+    assert "mul_1 is off by" in told
+
+
+def test_places_whose_proofs_are_as_long_as_the_whole_are_proven_together(lengths: list[int]) -> None:
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        out = torch.zeros(25, *x.shape)
+        for step in range(24):
+            out[step + 1] = torch.sin(out[step] + x)
+        return out
+
+    def edit(module: fx.GraphModule) -> None:
+        for node in module.graph.find_nodes(op="call_function", target=operator.getitem):
+            with module.graph.inserting_before(node):
+                new = made(module.graph.call_function(torch.select, (node.args[0], 0, node.args[1])), node)
+            node.replace_all_uses_with(new)
+            module.graph.erase_node(node)
+
+    assert edited(program, edit, *inputs()) == ("", [])
+    count = 24 * 4  # calls
+    assert lengths[0] < count / 2 < lengths[-1]
+    assert sum(lengths) < 3.1 * count, "in parts, then as a whole"
+
+
+def test_a_graph_of_many_small_calls_is_proven_as_a_whole(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edit_proof, "_LOOKED_FOR", 1 << 15)
+    assert edited(residual, out_of_place, *(each.detach() for each in inputs())) == ("", [])
+    assert lengths[0] > 1, "to look for each place would take longer"
 
 
 def test_what_memory_holds_is_known_by_name() -> None:

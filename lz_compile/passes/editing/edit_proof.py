@@ -32,7 +32,7 @@ from lz_compile.passes.editing.comparison import (
     touched_behind,
     written,
 )
-from lz_compile.passes.editing.places import between
+from lz_compile.passes.editing.places import Chain, between
 from lz_compile.passes.editing.stretch import Stretch, edited_stretch, operands_of
 from lz_compile.passes.formula.equal_values import is_torchs
 from lz_compile.passes.graph.effects import Effects
@@ -46,6 +46,8 @@ from lz_compile.passes.proof.trial_run import Ran, Scans, random_inputs, run, si
 
 #: Of all inputs and results of a stretch together; what is larger is not run, and from some size on in parts if it can be.
 _MOST_BYTES, _MANY_BYTES = 1 << 32, 1 << 26
+#: Looking for a part takes as long as running that many bytes in every call of a graph; there are so many at the most.
+_LOOKED_FOR, _MOST_STEPS = 1 << 12, 64
 #: Verdicts on graphs with so many nodes are kept on disk.
 _REMEMBERED = 4000
 
@@ -95,14 +97,16 @@ def _facts(before: Snapshot, after: Snapshot) -> str:
 
 def _difference(before: Snapshot, after: Snapshot, graph: fx.Graph) -> Verdict:
     whole = _Edit(before.nodes, after.nodes, before.attribute, after.attribute, graph)
-    steps = _steps(before, after) if whole.is_large() else []
+    size = whole.bytes()
+    most = size // (_LOOKED_FOR * len(before.nodes)) if size > _MANY_BYTES else 0
+    steps = _steps(before, after, most) if most > 1 else []
     if steps and all(_verdict(step) == Verdict() for step in steps):
         return Verdict()
     return _verdict(whole)
 
 
-def _steps(before: Snapshot, after: Snapshot) -> list[_Edit]:
-    """An edit as several, each of a few calls."""
+def _steps(before: Snapshot, after: Snapshot, most: int) -> list[_Edit]:
+    """An edit as several, at the most so many, each of a few calls."""
     names, new_names = ({str(was.target) for was in each.nodes if was.op == "get_attr"} for each in (before, after))
     if any(before.attribute(name) is not after.attribute(name) for name in names & new_names):
         return []
@@ -110,16 +114,16 @@ def _steps(before: Snapshot, after: Snapshot) -> list[_Edit]:
     def held(name: str) -> Any:
         return (after if name in new_names else before).attribute(name)
 
-    proven = set[str]()
-    return [_Edit(one, other, held, held, None, proven) for one, other in between(before.nodes, after.nodes)]
+    chain, links = Chain(2 * len(before.nodes)), between(before.nodes, after.nodes, min(most, _MOST_STEPS))
+    return [_Edit(one, other, held, held, None, chain) for one, other in links]
 
 
 @dataclass(frozen=True)
 class _Edit:
     """The calls of two graphs, and what those hold.
 
-    The graph after it tells which gradients and strides are seen; without one all are. What was ``proven`` is told without
-    names and is not run again where it is the same, as in every layer.
+    The graph after it tells which gradients and strides are seen; without one all are. What was proven in its ``chain`` is
+    not run again where it is the same, as in every layer.
     """
 
     before: Sequence[Was]
@@ -127,15 +131,15 @@ class _Edit:
     held_before: Callable[[str], Any]
     held_after: Callable[[str], Any]
     graph: fx.Graph | None = None
-    proven: set[str] | None = None
+    chain: Chain | None = None
 
-    def is_large(self) -> bool:
-        """Whether to run it takes long."""
+    def bytes(self) -> int:
+        """Of all that is handed in, and of all results; none if nobody knows a size."""
         stretch = edited_stretch(self.before, self.after, len(self.before), len(self.before))
         try:
-            return stretch is not None and _bytes_of(stretch, _edge(stretch)) > _MANY_BYTES
-        except NotRunnableError:  # nobody knows a size
-            return False
+            return 0 if stretch is None else _bytes_of(stretch, _edge(stretch))
+        except NotRunnableError:
+            return 0
 
 
 def _verdict(edit: _Edit) -> Verdict:
@@ -204,9 +208,12 @@ class _Trial:
 
     def outcome(self) -> str:
         """What is another one after the edit, empty if nothing is, on several kinds of inputs."""
-        told, proven = self._told() if self._edit.proven is not None else "", self._edit.proven
-        if proven is not None and told in proven:
-            return ""
+        chain = self._edit.chain
+        told = "" if chain is None else self._told()
+        if chain is not None:
+            if told in chain.proven:
+                return ""
+            chain.runs(len(self._stretch.before))
         differs = self.difference(positive=False)
         if not differs and self._is_special:  # roots and logarithms of negative numbers hide what is computed of them
             differs = self.difference(positive=True)
@@ -214,8 +221,8 @@ class _Trial:
             differs = self.difference(positive=False)
         if differs and self._calms():
             differs = self.difference(positive=False)
-        if proven is not None and not differs:
-            proven.add(told)
+        if chain is not None and not differs:
+            chain.proven.add(told)
         return differs
 
     def _told(self) -> str:
@@ -228,10 +235,12 @@ class _Trial:
             return names[node] if node in names else str(node.target)
 
         lines = [kind_of(_noted(node), memories) for node in self.edge]
-        for was in (*stretch.before, *stretch.after):
-            arguments, target = fx.map_arg((was.args, was.kwargs), name), was.target
-            kind = kind_of(was.meta.get("example_value"), memories)
-            lines.append(f"{was.op} {target if isinstance(target, str) else id(target)} {arguments} {kind}")
+        for calls in (stretch.before, stretch.after):
+            for was in calls:
+                arguments, target = fx.map_arg((was.args, was.kwargs), name), was.target
+                kind = kind_of(was.meta.get("example_value"), memories)
+                lines.append(f"{was.op} {target if isinstance(target, str) else id(target)} {arguments} {kind}")
+            lines.append(f"{len(calls)} calls")
         read = [node for pair in stretch.read for node in pair]
         lines += [str([*map(name, (*read, *self._seen))]), str(self._ambient)]
         return "\n".join([*lines, str(seen_of(stretch, [*self.edge, *read]))])

@@ -4,20 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import cast
 
 from torch import fx
 
 from lz_compile.passes.editing.stretch import operands_of, same_but_operands
 from lz_compile.passes.graph.modes import changes_mode
 from lz_compile.passes.graph.snapshot import Was
-from lz_compile.passes.graph.view import memories_of
+from lz_compile.passes.graph.view import memories_of, read
+from lz_compile.passes.graph.writes import RANDOM, drops, is_seeded
+from lz_compile.passes.proof.running import NotRunnableError
 
-#: So many edits at the most: each is looked for in the whole graph.
-_MOST_EDITS = 64
+
+@dataclass
+class Chain:
+    """What several edits have in common: how many calls may still be run, and what was proven, told without names."""
+
+    left: int
+    proven: set[str] = field(default_factory=set)
+
+    def runs(self, count: int) -> None:
+        """So many calls are about to be run.
+
+        Raises:
+            NotRunnableError: these are so many that the whole would not have taken longer.
+        """
+        self.left -= count
+        if self.left < 0:
+            raise NotRunnableError("its parts are as long as the whole")
 
 
-def between(before: Sequence[Was], after: Sequence[Was]) -> list[tuple[Sequence[Was], Sequence[Was]]]:
-    """A chain of graphs from the first to the last, each of which differs from the next in as few calls as can be.
+def between(before: Sequence[Was], after: Sequence[Was], most: int) -> list[tuple[Sequence[Was], Sequence[Was]]]:
+    """A chain of at most so many links from the first graph to the last, between which few calls differ.
 
     What stands for what is proposed by who reads it: whether they compute the same is not asked here. Of each two graphs
     that follow on one another, calls are left out that touch nothing of what differs. None where places cannot be told
@@ -25,7 +44,7 @@ def between(before: Sequence[Was], after: Sequence[Was]) -> list[tuple[Sequence[
     """
     places = _Places(before, after)
     edits = places.edits()
-    size = max(math.ceil(len(edits) / _MOST_EDITS), 1)
+    size = max(math.ceil(len(edits) / most), 1)
     if not places.are_told_apart or len(edits) <= size:
         return []
     found, graph = list[tuple[Sequence[Was], Sequence[Was]]](), [*before]
@@ -165,11 +184,23 @@ class _Places:
         for place, (calls, _) in enumerate(self._runs):
             for old, new in (pair for was in calls for pair in self._pairs(was)):
                 self._unite(self._gone.get(old), place if old is new else self._new.get(new))
+        acting = (place for place, run in enumerate(self._runs) if any(_acts(was) for side in run for was in side))
+        first = next(acting, len(self._runs))
+        for place in range(first, len(self._runs)):
+            self._unite(first, place)
 
     def _unite(self, one: int | None, other: int | None) -> None:
         if one is not None and other is not None:
             first, second = sorted((self._edit_of(one), self._edit_of(other)))
             self._parents[second] = first
+
+
+def _acts(was: Was) -> bool:
+    """Whether calls behind compute something else without one, though they read nothing of it."""
+    call = read(cast("fx.Node", was))
+    if call is None:
+        return False
+    return changes_mode(call.node) or call.name in RANDOM or drops(call) or is_seeded(was.target)
 
 
 def _runs(calls: Sequence[Was], stays: set[fx.Node]) -> list[list[Was]]:

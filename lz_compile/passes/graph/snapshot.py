@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.graph.refusal import held_by
-from lz_compile.passes.graph.view import memory_of, target_name
+from lz_compile.passes.graph.view import is_subclass, memory_of, target_name, tensors_in
 
 _HELD = ("_modules", "_parameters", "_buffers")
 
@@ -107,8 +107,13 @@ def kind_of(value: Any, memories: dict[int | None, int]) -> str:
     """All of a value but its numbers; ``memories`` numbers those that tensors lie in."""
     if isinstance(value, (tuple, list)):
         return str([kind_of(each, memories) for each in value])
-    if isinstance(value, torch.SymInt):
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return f"{value} {value.node.hint}"
+    if isinstance(value, (int, float, complex, str)):
+        return repr(value)
+    if is_subclass(value):
+        inner = [kind_of(each, memories) for each in tensors_in(value)]
+        return f"{type(value).__qualname__} {value.__tensor_flatten__()[1]} {tuple(value.shape)} {inner}"
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     memory = memories.setdefault(memory_of(value), len(memories))
