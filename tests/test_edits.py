@@ -500,6 +500,23 @@ def test_places_that_nothing_connects_are_run_by_themselves_and_equal_ones_once(
     assert lengths == [1]
 
 
+def test_what_is_read_instead_may_be_made_anywhere(lengths: list[int]) -> None:
+    def program(x: Tensor, a: Tensor) -> Tensor:
+        other = torch.cos(x)
+        first = torch.exp(torch.sin(x) * 2)
+        second = torch.exp(torch.sin(x + a) * 3)
+        return first * second + other
+
+    def edit(module: fx.GraphModule) -> None:
+        other = node_of(module, torch.cos)
+        for node in module.graph.find_nodes(op="call_function", target=torch.sin):
+            node.replace_all_uses_with(other)
+            module.graph.erase_node(node)
+
+    told, _ = edited(program, edit, *(each.detach() for each in inputs()))
+    assert "is off by" in told
+
+
 def test_places_with_other_numbers_are_not_equal(lengths: list[int]) -> None:
     def program(x: Tensor, a: Tensor) -> Tensor:
         return torch.sin(torch.mul(x, 2.0)) + torch.sin(torch.mul(x, 3.0)) * a

@@ -54,7 +54,8 @@ def between(before: Sequence[Was], after: Sequence[Was], most: int) -> list[tupl
         if not places.is_in_order(graph):
             return []
         touches = places.touching(step)
-        found.append(([*filter(touches, former)], [*filter(touches, graph)]))
+        kept = {was.node for was in (*former, *graph) if touches(was)}
+        found.append(([was for was in former if was.node in kept], [was for was in graph if was.node in kept]))
     return found
 
 
