@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -47,7 +48,7 @@ from lz_compile.passes.proof.trial_run import Ran, Scans, random_inputs, run, si
 #: Of all inputs and results of a stretch together; what is larger is not run, and from some size on in parts if it can be.
 _MOST_BYTES, _MANY_BYTES = 1 << 32, 1 << 26
 #: Looking for a part takes as long as running that many bytes in every call of a graph; there are so many at the most.
-_LOOKED_FOR, _MOST_STEPS = 1 << 12, 64
+_LOOKED_FOR, _MOST_STEPS = 1 << 14, 64
 #: Verdicts on graphs with so many nodes are kept on disk.
 _REMEMBERED = 4000
 
@@ -100,7 +101,7 @@ def _difference(before: Snapshot, after: Snapshot, graph: fx.Graph) -> Verdict:
     size = whole.bytes()
     most = size // (_LOOKED_FOR * len(before.nodes)) if size > _MANY_BYTES else 0
     steps = _steps(before, after, most) if most > 1 else []
-    if steps and all(_verdict(step) == Verdict() for step in steps):
+    if len(steps) > 1 and all(_verdict(step) == Verdict() for step in steps):
         return Verdict()
     return _verdict(whole)
 
@@ -114,8 +115,8 @@ def _steps(before: Snapshot, after: Snapshot, most: int) -> list[_Edit]:
     def held(name: str) -> Any:
         return (after if name in new_names else before).attribute(name)
 
-    chain, links = Chain(2 * len(before.nodes)), between(before.nodes, after.nodes, min(most, _MOST_STEPS))
-    return [_Edit(one, other, held, held, None, chain) for one, other in links]
+    chain, graphs = Chain(2 * len(before.nodes)), between(before.nodes, after.nodes, min(most, _MOST_STEPS))
+    return [_Edit(one, other, held, held, None, chain) for one, other in pairwise(graphs)]
 
 
 @dataclass(frozen=True)

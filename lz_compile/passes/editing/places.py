@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
@@ -12,7 +12,7 @@ from torch import fx
 from lz_compile.passes.editing.stretch import operands_of, same_but_operands
 from lz_compile.passes.graph.modes import changes_mode
 from lz_compile.passes.graph.snapshot import Was
-from lz_compile.passes.graph.view import memories_of, read
+from lz_compile.passes.graph.view import read
 from lz_compile.passes.graph.writes import RANDOM, drops, is_seeded
 from lz_compile.passes.proof.running import NotRunnableError
 
@@ -35,28 +35,26 @@ class Chain:
             raise NotRunnableError("its parts are as long as the whole")
 
 
-def between(before: Sequence[Was], after: Sequence[Was], most: int) -> list[tuple[Sequence[Was], Sequence[Was]]]:
-    """A chain of at most so many links from the first graph to the last, between which few calls differ.
+def between(before: Sequence[Was], after: Sequence[Was], most: int) -> list[Sequence[Was]]:
+    """At most so many graphs behind the first, up to the last, of which each differs from the next in few calls.
 
-    What stands for what is proposed by who reads it: whether they compute the same is not asked here. Of each two graphs
-    that follow on one another, calls are left out that touch nothing of what differs. None where places cannot be told
-    apart.
+    What stands for what is proposed by who reads it: whether they compute the same is not asked here. These are the two
+    themselves where places cannot be told apart.
     """
     places = _Places(before, after)
+    if not places.are_told_apart:
+        return [before, after]
     edits = places.edits()
     size = max(math.ceil(len(edits) / most), 1)
-    if not places.are_told_apart or len(edits) <= size:
-        return []
-    found, graph = list[tuple[Sequence[Was], Sequence[Was]]](), [*before]
-    for start in range(0, len(edits), size):
-        step = edits[start : start + size]
-        former, graph = graph, [*places.graph({*edits[: start + size]})]
-        if not places.is_in_order(graph):
-            return []
-        touches = places.touching(step)
-        kept = {was.node for was in (*former, *graph) if touches(was)}
-        found.append(([was for was in former if was.node in kept], [was for was in graph if was.node in kept]))
-    return found
+    graphs: list[Sequence[Was]] = [before]
+    for count in range(size, len(edits), size):
+        graph, known = [*places.graph({*edits[:count]})], set[fx.Node]()
+        for was in graph:
+            if not known.issuperset(operands_of(was)):
+                return [before, after]
+            known.add(was.node)
+        graphs.append(graph)
+    return [*graphs, after]
 
 
 class _Places:
@@ -75,13 +73,8 @@ class _Places:
         self._instead: dict[fx.Node, list[fx.Node]] = {}
         self._pair(now)
         self._join()
-        changed = [(was.node, old, new) for was in before for old, new in self._pairs(was) if old is not new]
-        #: Calls that were there before and read something else, before they go if they do.
-        self._changed = {node for node, _, _ in changed}
-        self._read: dict[tuple[fx.Node, int, int], tuple[fx.Node, ...]] = {}
-        self._kept: list[Was] = []  # whose arguments have the addresses by which those are remembered
-        self._memory: dict[fx.Node, frozenset[int]] = {}
-        is_owned = all(self._owner(old, new) is not None for _, old, new in changed)
+        pairs = [pair for was in before for pair in self._pairs(was)]
+        is_owned = all(old is new or self._owner(old, new) is not None for old, new in pairs)
         self.are_told_apart = is_owned and [was.node for was in self._same] == [
             was.node for was in after if was.node in stays
         ]
@@ -97,50 +90,8 @@ class _Places:
             if place < len(self._same):
                 yield self._now(self._same[place], made)
 
-    def is_in_order(self, graph: Sequence[Was]) -> bool:
-        """Whether every call reads what is there by then."""
-        known = set[fx.Node]()
-        for was in graph:
-            if not known.issuperset(self._operands(was)):
-                return False
-            known.add(was.node)
-        return True
-
-    def touching(self, step: Collection[int]) -> Callable[[Was], bool]:
-        """Whether a call has to do with edits: it is theirs, or has memory in common with what they read and give."""
-        runs = [run for place, run in enumerate(self._runs) if self._edit_of(place) in step]
-        calls = [was for run in runs for side in run for was in side]
-        nodes = {node for was in calls for node in (was.node, *self._operands(was))}
-        memory = {each for node in nodes for each in self._memories(node)}
-
-        def touches(was: Was) -> bool:
-            own = (was.node, *self._operands(was))
-            return (
-                was.op in ("output", "get_attr")
-                or changes_mode(was.node)
-                or not nodes.isdisjoint(own)
-                or any(not memory.isdisjoint(self._memories(node)) for node in own)
-            )
-
-        return touches
-
-    def _operands(self, was: Was) -> tuple[fx.Node, ...]:
-        """What a call reads, remembered: calls are the same ones in most of the graphs."""
-        key = (was.node, id(was.args), id(was.kwargs))
-        if key not in self._read:
-            self._read[key] = tuple(operands_of(was))
-            self._kept.append(was)
-        return self._read[key]
-
-    def _memories(self, node: fx.Node) -> frozenset[int]:
-        if node not in self._memory:
-            self._memory[node] = frozenset(memories_of(node))
-        return self._memory[node]
-
     def _now(self, was: Was, made: set[int]) -> Was:
         """A call that was there before, with what it reads by now."""
-        if was.node not in self._changed:
-            return was
         read = [new if self._owner(old, new) in made else old for old, new in self._pairs(was)]
         if read == operands_of(was):
             return was
