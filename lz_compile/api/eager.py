@@ -160,8 +160,9 @@ def problem_of(x: Any, **given: Any) -> tuple[Any, Any]:
     """
     module = sys.modules[type(x).__module__]
     attrs, facts = module.from_operands(x, x.sizes(known_size), **given)
-    names = size_fields(module.__name__.rpartition(".")[2])
-    return attrs, replace(facts, **{name: known_size(getattr(facts, name)) for name in names})
+    sizes = {name: getattr(facts, name) for name in size_fields(module.__name__.rpartition(".")[2])}
+    symbolic = {name: known_size(size) for name, size in sizes.items() if not isinstance(size, int)}
+    return attrs, replace(facts, **symbolic) if symbolic else facts
 
 
 def through_kernel(x: Any, attrs: Any, facts: Any, own: Built, *, is_traced: bool) -> Built:

@@ -10,6 +10,7 @@ import dataclasses
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -51,13 +52,12 @@ class Operands:
 
     def sizes(self, known: Callable[[Any], Any] = lambda size: size) -> Mapping[str, Any]:
         """What is ``known`` of the sizes of tensors, by the letters of the op's ``SHAPES``; what only broadcasts is 1."""
-        shapes = vars(sys.modules[type(self).__module__])["SHAPES"]
-        found: dict[str, Any] = defaultdict(lambda: 1)
+        letters, found = _letters(type(self)), defaultdict[str, Any](lambda: 1)
         for name, each in self.given().items():
             if isinstance(each, torch.Tensor):
-                for dim, size in zip(reversed(shapes[name].split()), reversed(each.shape), strict=False):
+                for dim, size in zip(letters[name], reversed(each.shape), strict=False):
                     if not is_one(size):
-                        found.setdefault(dim.removesuffix("|1"), known(size))
+                        found.setdefault(dim, known(size))
         return found
 
     def map(self, function: Callable[[Any], Any]) -> Self:
@@ -93,3 +93,10 @@ def operands(cls: Kind) -> Kind:
     made.optional = frozenset(each.name for each in fields if each.default is not dataclasses.MISSING)
     pytree.register_dataclass(made)
     return made  # type: ignore[return-value]  # dataclasses give back the class that they are given
+
+
+@cache
+def _letters(kind: type[Operands]) -> dict[str, list[str]]:
+    """Those of the sizes of each operand, the last one first."""
+    shapes = vars(sys.modules[kind.__module__])["SHAPES"]
+    return {name: [dim.removesuffix("|1") for dim in reversed(dims.split())] for name, dims in shapes.items()}
