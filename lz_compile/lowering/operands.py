@@ -52,7 +52,7 @@ class Operands:
 
     def sizes(self, known: Callable[[Any], Any] = lambda size: size) -> Mapping[str, Any]:
         """What is ``known`` of the sizes of tensors, by the letters of the op's ``SHAPES``; what only broadcasts is 1."""
-        letters, found = _letters(type(self)), defaultdict[str, Any](lambda: 1)
+        letters, found = _letters(type(self).__module__), defaultdict[str, Any](lambda: 1)
         for name, each in self.given().items():
             if isinstance(each, torch.Tensor):
                 for dim, size in zip(letters[name], reversed(each.shape), strict=False):
@@ -96,7 +96,7 @@ def operands(cls: Kind) -> Kind:
 
 
 @cache
-def _letters(kind: type[Operands]) -> dict[str, list[str]]:
-    """Those of the sizes of each operand, the last one first."""
-    shapes = vars(sys.modules[kind.__module__])["SHAPES"]
+def _letters(module: str) -> dict[str, list[str]]:
+    """Those of the sizes of each operand of the op in a module, the last one first."""
+    shapes = vars(sys.modules[module])["SHAPES"]
     return {name: [dim.removesuffix("|1") for dim in reversed(dims.split())] for name, dims in shapes.items()}
