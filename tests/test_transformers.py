@@ -521,6 +521,17 @@ def test_a_traced_model_gives_the_same():
         torch.testing.assert_close(traced(*given)[0], model(*given)[0])
 
 
+@pytest.mark.filterwarnings("error")  # Dynamo warns of caches that it looks through
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_it_is_a_part_of_one_graph(dynamic: bool):
+    def attend(query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return integration.attention(nn.Module(), query, key, key, mask, softcap=None)[0]
+
+    given = torch.randn(2, 4, 9, 8), torch.randn(2, 2, 9, 8), torch.rand(2, 1, 9, 9) > 0.3
+    found = torch.compile(attend, backend="eager", fullgraph=True, dynamic=dynamic)(*given)
+    torch.testing.assert_close(found, attend(*given))
+
+
 @pytest.mark.parametrize("softcap", [None, 2.0])
 @pytest.mark.parametrize("shared", [1, 2, 4])
 def test_heads_that_share_keys_are_rows_of_one_query(softcap: float | None, shared: int):

@@ -34,7 +34,7 @@ from lz_compile.runtime.kernels.kernel import KernelSpec
 from lz_compile.runtime.policy import policy
 from lz_compile.runtime.policy.resolved import Policy
 from lz_compile.runtime.policy.settings import CacheSettings
-from lz_compile.runtime.problem.context import SelectionContext, known_size, of_facts, size_fields
+from lz_compile.runtime.problem.context import SelectionContext, known_size, of_facts
 from lz_compile.runtime.ranks.agree import decide, in_turn
 from lz_compile.runtime.tables import loaded as loaded_tables
 
@@ -160,8 +160,7 @@ def problem_of(x: Any, **given: Any) -> tuple[Any, Any]:
     """
     module = sys.modules[type(x).__module__]
     attrs, facts = module.from_operands(x, x.sizes(known_size), **given)
-    sizes = {name: getattr(facts, name) for name in size_fields(module.__name__.rpartition(".")[2])}
-    symbolic = {name: known_size(size) for name, size in sizes.items() if not isinstance(size, int)}
+    symbolic = {name: known_size(each) for name, each in vars(facts).items() if isinstance(each, torch.SymInt)}
     return attrs, replace(facts, **symbolic) if symbolic else facts
 
 

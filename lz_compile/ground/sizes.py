@@ -74,7 +74,7 @@ def product(sizes: Iterable[Size]) -> Size:
 
 def is_one(size: Any) -> bool:
     """Whether a size is known to be one, so that the dimension broadcasts; a symbol never stands for one."""
-    return isinstance(size, int) and size == 1
+    return isinstance(size, (int, torch.Tensor)) and bool(size == 1)  # a tensor while ``torch.jit.trace`` records it
 
 
 # ---- symbolic sizes ----------------------------------------------------------------------------------------------

@@ -9,8 +9,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -37,6 +36,8 @@ class Operands:
     names: ClassVar[tuple[str, ...]] = ()
     #: Those that need not be given.
     optional: ClassVar[frozenset[str]] = frozenset()
+    #: Those of the sizes of each operand, the last one first, as the op's module names them in ``SHAPES``.
+    letters: ClassVar[Mapping[str, Sequence[str]]] = {}
 
     def flat(self) -> tuple[Any, ...]:
         """Every operand in order, None for those that are not given."""
@@ -52,10 +53,10 @@ class Operands:
 
     def sizes(self, known: Callable[[Any], Any] = lambda size: size) -> Mapping[str, Any]:
         """What is ``known`` of the sizes of tensors, by the letters of the op's ``SHAPES``; what only broadcasts is 1."""
-        letters, found = _letters(type(self).__module__), defaultdict[str, Any](lambda: 1)
+        found: defaultdict[str, Any] = defaultdict(lambda: 1)
         for name, each in self.given().items():
             if isinstance(each, torch.Tensor):
-                for dim, size in zip(letters[name], reversed(each.shape), strict=False):
+                for dim, size in zip(self.letters[name], reversed(each.shape), strict=False):
                     if not is_one(size):
                         found.setdefault(dim, known(size))
         return found
@@ -91,12 +92,7 @@ def operands(cls: Kind) -> Kind:
     fields = dataclasses.fields(made)  # type: ignore[arg-type]  # it is one now
     made.names = tuple(each.name for each in fields)
     made.optional = frozenset(each.name for each in fields if each.default is not dataclasses.MISSING)
+    shapes = vars(sys.modules[cls.__module__]).get("SHAPES", {})
+    made.letters = {name: [dim.removesuffix("|1") for dim in reversed(dims.split())] for name, dims in shapes.items()}
     pytree.register_dataclass(made)
     return made  # type: ignore[return-value]  # dataclasses give back the class that they are given
-
-
-@cache
-def _letters(module: str) -> dict[str, list[str]]:
-    """Those of the sizes of each operand of the op in a module, the last one first."""
-    shapes = vars(sys.modules[module])["SHAPES"]
-    return {name: [dim.removesuffix("|1") for dim in reversed(dims.split())] for name, dims in shapes.items()}

@@ -128,7 +128,7 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
     told: dict[str, Any] = {
         **x.has("mask", "bias", "sinks", "slopes"),
         "has_documents": x.query_documents is not None,
-        "enable_gqa": bool(heads != kv_heads),
+        "enable_gqa": True if heads != kv_heads else False,  # noqa: SIM210  # a branch, for Dynamo's bool() stays a symbol
     }
     told |= {} if x.fill is None else {"masked_rows": "fill"}
     attrs = AttentionAttrs(**{"nan_is_open": True, "score_dtype": x.query.dtype, **given, **told})

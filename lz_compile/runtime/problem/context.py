@@ -57,11 +57,12 @@ def hint(dim: Dim) -> int:
     return dim if isinstance(dim, int) else dim.hint
 
 
-def known_size(size: int | torch.SymInt) -> int:
+def known_size(size: int | torch.SymInt | torch.Tensor) -> int:
     """A tensor's size, or while tracing the one to choose for."""
     if isinstance(size, int):
         return size
-
+    if isinstance(size, torch.Tensor):  # while ``torch.jit.trace`` records it
+        return int(size)
     known = range_of(size)
     return UNKNOWN_SIZE if known.hint is None else known.hint
 
