@@ -142,6 +142,16 @@ def test_fills_of_float64_that_differ_are_filled_in() -> None:
     assert match.rewritten, backend.why_not()
 
 
+def test_a_fill_that_is_put_over_the_lowest_number_is_not_lost_beside_it() -> None:
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = (q @ k.mT).masked_fill(torch.ones(7, 7, dtype=torch.bool).triu(1), torch.finfo(q.dtype).min)
+        return scores.masked_fill(torch.eye(7, dtype=torch.bool), -5e4).softmax(-1) @ v
+
+    backend = _compared(attention, tuple(each.float() for each in _inputs((2, 3, 7, 8), (2, 3, 7, 8), (2, 3, 7, 6))))
+    (match,) = backend.report.matches
+    assert match.rewritten, backend.why_not()
+
+
 LOOKALIKES: dict[str, Spelling] = {
     "divided by the sum in another base": lambda s, v: 2**s / (3**s).sum(-1, keepdim=True) @ v,
     "logarithm of another base": lambda s, v: 2 ** _logs(s, 2.0, torch.log) @ v,

@@ -28,7 +28,8 @@ DROPOUT = sympy.Function("dropout")
 NAN_TO_NUM = sympy.Function("nan_to_num")
 #: ``floored(x, floor)`` is ``max(x, floor)`` with a floor that no finite score reaches; it turns ``-inf`` into the floor.
 FLOORED = sympy.Function("floored")
-_EXACT = 2**53
+#: Whole numbers below are integers, so that sums of float32's lowest number lose no term; others may be no float any more.
+_EXACT = 2**1000
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def specialised(value: Any) -> Any:
 def tidy(expression: sympy.Expr) -> sympy.Expr:
     """The expression with every float that is a whole number as an integer (sympy holds ``1.0 != 1``)."""
     whole = {
-        x: sympy.Integer(int(x)) for x in expression.atoms(sympy.Float) if abs(x) < _EXACT and x == sympy.Float(int(x))
+        x: sympy.Integer(int(x)) for x in expression.atoms(sympy.Float) if abs(x) < _EXACT and float(x).is_integer()
     }
     return expression.xreplace(whole) if whole else expression
 
