@@ -226,6 +226,17 @@ def test_rows_that_are_mixed_before_they_meet_values_are_told() -> None:
     assert [miss.reason.code for miss in backend.report.near_misses] == ["PROBABILITIES_MULTIPLIED"]
 
 
+@pytest.mark.parametrize("rows", [1, 19])
+def test_a_softmax_over_one_key_is_told_and_one_over_one_expert_is_not(rows: int) -> None:
+    def weighed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return scores(q, k).softmax(-1) @ v, F.linear(q, gate).softmax(-1) @ v
+
+    gate, backend = nn.Parameter(torch.randn(1, 8)), Rewriting(strict=True)
+    q, k, v = (torch.randn(2, 4, size, 8) for size in (rows, 1, 1))
+    torch.testing.assert_close(torch.compile(weighed, backend=backend)(q, k, v), weighed(q, k, v))
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["ONE_KEY"]
+
+
 def test_queries_and_keys_that_are_normalised_are_no_scores() -> None:
     """As in efficient attention."""
     backend, (q, k, v) = Rewriting(strict=True), operands()

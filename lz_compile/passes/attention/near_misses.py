@@ -83,6 +83,10 @@ _MULTIPLIED = (
     ),
     "multiply the values first, as r @ (p @ v) in place of (r @ p) @ v",
 )
+_ONE_KEY = (
+    Reason("ONE_KEY", "every query has one key, whose probability is 1: the result is the value itself"),
+    "give the value as it is; as it is, no kernel can do better than Inductor's own code",
+)
 _WITHOUT_VALUES = (
     Reason("NO_VALUES", "the probabilities meet no values in this graph"),
     "multiply values by them in the same graph",
@@ -163,9 +167,7 @@ def _normalises(effects: Effects, call: Call) -> bool:
 def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple[Reason, str] | None:
     region = Region(effects)
     dims, keys = _normalised_axes(call)
-    if not keys:  # of one element: the softmax gives one
-        return None
-    inner, refused = _read(region, call, dims, keys)
+    inner, refused = _read(region, call, dims, keys) if keys else (None, None)
     after = path_to(
         [call.node],
         lambda node: node.users,
@@ -173,6 +175,8 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
         lambda node: effects.name(node) in {"", *_PICKS},
     )
     before = scores_behind(region, call.input, lambda node: node in covered or effects.name(node) in _NORMALISED)
+    if not keys:
+        return None if before is None or after is None else _ONE_KEY
     if inner is not None:
         if any(is_weight(factor.node) for factor in (inner.query, inner.key)):
             is_mixed = after is not None and _answer(mixed_scores, region, inner, keys)
