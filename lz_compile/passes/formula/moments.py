@@ -99,7 +99,9 @@ class Moments:
                 if value is not None:
                     found[symbol] = value
         expression = expression.xreplace(found) if found else expression
-        return halves(expression)
+        return halves(
+            expression.xreplace({each: sympy.Max(*each.args) for each in expression.atoms(AT_LEAST) if _is_count(each)})
+        )
 
     def _size(self, leaf: Leaf) -> sympy.Expr | None:
         """What a symbolic size is by the symbols of torch, in which the extents of axes are, too."""
@@ -251,6 +253,11 @@ def _aligned(own: tuple[Axis, ...], other: tuple[Axis, ...]) -> Iterator[tuple[A
     elif len(theirs) < len(mine):
         theirs = axes_of(regroup(theirs, [axis.size for axis in mine]))
     yield from zip(mine, theirs, strict=True)
+
+
+def _is_count(expression: sympy.Expr) -> bool:
+    """Whether an expression is of numbers and sizes only, none of which may be NaN."""
+    return all(symbol.is_integer and symbol.is_positive for symbol in expression.free_symbols)
 
 
 def _is_size(node: fx.Node, symbol: sympy.Symbol) -> bool:
