@@ -60,6 +60,8 @@ class Moments:
     squared: list[fx.Node] = field(default_factory=list)
     #: Axes of the source, each with one that a statistic reduces in its place.
     _met: list[tuple[Axis, Axis]] = field(default_factory=list)
+    #: Axes over which numbers are summed: their sizes are in the result.
+    counted: list[Axis] = field(default_factory=list)
     _depth: int = 0
 
     def __post_init__(self) -> None:
@@ -184,6 +186,7 @@ class Moments:
         own = [symbol for symbol, leaf in leaves.items() if leaf.node is self.source]
         for symbol in own:
             self._unify(leaves[symbol].dims, new)
+        self.counted += () if leaves else new
         expression = self._normal(expression.xreplace(dict.fromkeys(own, ROW)))
         if self.region.axes_in(expression) & set(atoms(new)):
             inside = (leaf.node for leaf in self.region.leaves_in(expression).values())
