@@ -54,6 +54,10 @@ def near_misses() -> dict[str, Lookalike]:
         "fourth_root": Lookalike(fourth_root, "NOT_OVER_A_ROOT"),
         "epsilon_subtracted": Lookalike(epsilon_subtracted, "NOT_OVER_A_ROOT"),
         "epsilon_of_each_row": Lookalike(epsilon_of_each_row),
+        "epsilon_in_a_tensor": Lookalike(
+            epsilon_in_a_tensor, "[EPSILON_UNKNOWN] the epsilon beside the root of a mean square comes from "
+        ),
+        "floor_in_a_tensor": Lookalike(floor_in_a_tensor, "EPSILON_UNKNOWN"),
         "deviation_of_a_row_that_is_not_centred": Lookalike(deviation_of_a_row_that_is_not_centred, "NOT_OVER_A_ROOT"),
         "centred_row_by_its_uncentred_root": Lookalike(centred_row_by_its_uncentred_root, "NOT_OVER_A_ROOT"),
         "mean_subtracted_twice": Lookalike(mean_subtracted_twice, "NOT_OVER_A_ROOT"),
@@ -196,6 +200,16 @@ def epsilon_subtracted(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
 def epsilon_of_each_row(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
     """An epsilon that is computed."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + y[..., :1].abs())
+
+
+def epsilon_in_a_tensor(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """An epsilon that is given, as a buffer or a parameter is: each call may bring another one."""
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + weight[3].square()) * weight
+
+
+def floor_in_a_tensor(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """The same as the least deviation that a row is divided by."""
+    return (x - x.mean(-1, keepdim=True)) / torch.maximum(x.std(-1, keepdim=True), weight[3].square())
 
 
 def deviation_of_a_row_that_is_not_centred(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

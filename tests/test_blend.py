@@ -597,3 +597,24 @@ def test_a_division_by_a_constant_of_zero_is_no_blend() -> None:
     got = torch.compile(function, backend=none, fullgraph=True)(seed.requires_grad_(), host)
     torch.testing.assert_close(got, function(seed, host))
     assert not none.report.events, none.why_not()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [1e-9, 1e-3])
+@pytest.mark.parametrize("held", [lambda weight: weight, lambda weight: weight.clamp(0, 1)])
+@pytest.mark.parametrize("first", ["seed", "host"])
+def test_a_small_weight_of_a_large_host_is_no_difference_of_rounded_numbers(
+    dtype: torch.dtype, share: float, held: Callable[[Tensor], Tensor], first: str
+) -> None:
+    """``1 - (1 - a)`` would be zero where ``a`` is below rounding, and the host would be lost."""
+
+    def mixed(host: Tensor, seed: Tensor, weight: Tensor) -> Tensor:
+        parts = [held(1 - weight) * seed, held(weight) * host.detach()]
+        return parts[first == "host"] + parts[first == "seed"]
+
+    host, seed = (torch.randn(4, 8, 16).to(dtype) for _ in range(2))
+    weight = torch.tensor(share, dtype=dtype)
+    host, backend = host / weight, Rewriting(lock={"blend": "torch.blend"})
+    got = torch.compile(mixed, backend=backend)(host, seed.clone().requires_grad_(), weight)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    torch.testing.assert_close(got, mixed(host, seed, weight))

@@ -254,7 +254,10 @@ def _projections() -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor
     return x, lambda x: F.linear(x, weights[0]), lambda x: F.linear(x, weights[1])
 
 
-@pytest.mark.parametrize("activation", [F.leaky_relu, partial(F.celu, alpha=0.5)])
+@pytest.mark.parametrize(
+    "activation",
+    [F.leaky_relu, partial(F.celu, alpha=0.5), F.selu, nn.Softsign(), lambda x: x.sin() ** 2 + x],
+)
 def test_an_unknown_activation_between_two_projections_is_a_near_miss(activation: Callable[[Tensor], Tensor]) -> None:
     x, gate, up = _projections()
     _, backend = _run(lambda x: activation(gate(x)) * up(x), x)

@@ -326,11 +326,7 @@ def vanishing(
 ) -> list[tuple[fx.Node, fx.Node]]:
     """The pairs of ``places`` with which ``anchor`` is zero, unless terms cancel; in both orders.
 
-    Args:
-        sums: those of the graph.
-        anchor: the value.
-        behind: the values that it is computed from, as far as it is a sum of products.
-        places: of these, the first of those that compute the same.
+    ``behind`` are the values of which it is a sum of products, ``places`` of these the first that compute the same.
     """
     pairs = list(combinations(places, 2))
     own: dict[fx.Node, Bits] = dict.fromkeys(places, 0)

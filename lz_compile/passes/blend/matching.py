@@ -144,7 +144,7 @@ def _matched(effects: Effects, blend: Blend, output: fx.Node) -> Match:
         mode=_mode(blend, output),
         is_residual=blend.form.is_residual,
         has_gate=gate is not None,
-        has_host_weight=weights.host is not None,
+        has_host_weight=gate is None and weights.host is not None,
         is_distinct=gate is not None and gate.logits.is_distinct,
         is_sorted=gate is not None and gate.logits.is_sorted,
         is_differentiated=is_differentiated,

@@ -176,7 +176,8 @@ def _read(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Blend:
     leaves = {symbols[0]: [region.leaves[symbol] for symbol in symbols] for symbols in alike}
     records = grad_enabled(effects.ambient(anchor))
     gate, is_gated = _gate(forms, leaves, of_seed, (region.leaves[seed], region.leaves[host]), records=records)
-    weights = Weights(region, of_seed, of_host if form.is_soft else None, gate)
+    takes_all = of_seed.is_number or not of_seed.as_coeff_Add()[0]  # of 1 - a, one takes a rounded one
+    weights = Weights(region, of_seed, of_host if form.is_soft or not (form.is_residual or takes_all) else None, gate)
     used = {seed, host, *((of_seed.free_symbols | of_host.free_symbols) if gate is None else ())}
     copies = {
         symbol: shared_inputs(effects, [leaf.node for leaf in same], same[0].dims)

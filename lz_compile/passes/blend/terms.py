@@ -6,7 +6,7 @@ Axes are not looked at: a tensor and its transpose are the same factor here. Wha
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -123,15 +123,20 @@ class Sums:
         With ``is_lenient``, bounds are taken off and integers summed up as if there were no largest one.
         """
         try:
-            return _Expansion(self, frozenset(map(self.first, cuts)), is_lenient).of(anchor)
+            return self._expanded(anchor, cuts, is_lenient).of(anchor)
         except _TooLargeError:
             return None
 
     def bounds(self, anchor: fx.Node, cuts: Collection[fx.Node]) -> dict[fx.Node, Bound]:
         """The bounded values that :meth:`of` reads as others."""
-        expansion = _Expansion(self, frozenset(map(self.first, cuts)))
-        expansion.of(anchor)
-        return expansion.bounds
+        return self._expanded(anchor, cuts).bounds
+
+    def _expanded(self, anchor: fx.Node, cuts: Collection[fx.Node], is_lenient: bool = False) -> _Expansion:
+        found = _Expansion(self, frozenset(map(self.first, cuts)), is_lenient)
+        if found.of(anchor) and found.bounds:  # by now it is known which one of two is read as the other
+            found = replace(found, bounds={}, _found={})
+            found.of(anchor)
+        return found
 
     def is_lax(self, nodes: Collection[fx.Node]) -> bool:
         """Whether there is anything that a lenient reading would read in another way."""
@@ -235,6 +240,8 @@ class _Expansion:
         outer = Affine(sign, offset)
         own = outer, nested.inner.inverse().after(outer)
         twin, held, theirs = self._held.setdefault(key, (call.node, nested.limits.held, own))
+        if theirs[0].offset and not outer.offset:  # 1 - a is rounded, which a is not: from now on a is first
+            self._held[key] = (call.node, nested.limits.held, own)
         if twin is call.node:
             return None
         outside, inside = (mine.after(their.inverse()) for mine, their in zip(own, theirs, strict=True))

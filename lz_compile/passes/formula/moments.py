@@ -60,6 +60,8 @@ class Moments:
     squared: list[fx.Node] = field(default_factory=list)
     #: Axes of the source, each with one that a statistic reduces in its place.
     _met: list[tuple[Axis, Axis]] = field(default_factory=list)
+    #: Axes over which numbers are summed: their sizes are in the result.
+    counted: list[Axis] = field(default_factory=list)
     _depth: int = 0
 
     def __post_init__(self) -> None:
@@ -99,7 +101,9 @@ class Moments:
                 if value is not None:
                     found[symbol] = value
         expression = expression.xreplace(found) if found else expression
-        return halves(expression)
+        return halves(
+            expression.xreplace({each: sympy.Max(*each.args) for each in expression.atoms(AT_LEAST) if _is_count(each)})
+        )
 
     def _size(self, leaf: Leaf) -> sympy.Expr | None:
         """What a symbolic size is by the symbols of torch, in which the extents of axes are, too."""
@@ -182,6 +186,7 @@ class Moments:
         own = [symbol for symbol, leaf in leaves.items() if leaf.node is self.source]
         for symbol in own:
             self._unify(leaves[symbol].dims, new)
+        self.counted += () if leaves else new
         expression = self._normal(expression.xreplace(dict.fromkeys(own, ROW)))
         if self.region.axes_in(expression) & set(atoms(new)):
             inside = (leaf.node for leaf in self.region.leaves_in(expression).values())
@@ -251,6 +256,11 @@ def _aligned(own: tuple[Axis, ...], other: tuple[Axis, ...]) -> Iterator[tuple[A
     elif len(theirs) < len(mine):
         theirs = axes_of(regroup(theirs, [axis.size for axis in mine]))
     yield from zip(mine, theirs, strict=True)
+
+
+def _is_count(expression: sympy.Expr) -> bool:
+    """Whether an expression is of numbers and sizes only, none of which may be NaN."""
+    return all(symbol.is_integer and symbol.is_positive for symbol in expression.free_symbols)
 
 
 def _is_size(node: fx.Node, symbol: sympy.Symbol) -> bool:

@@ -7,16 +7,17 @@ itself: nothing is followed through residual streams.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import sympy
 import torch
 from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, layout, moves
 from lz_compile.passes.formula.expressions import is_cast, is_constant
-from lz_compile.passes.formula.pointwise import bends, is_moved, is_read
+from lz_compile.passes.formula.pointwise import BENDS, Rule, applied, bends, is_moved, is_read
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.view import EMITTED, Call, known_tensor, reached, tensor_of, tensor_operands
 
@@ -30,6 +31,15 @@ _MADE = layout.SPLITS | moves.RULES.keys()
 #: A weight of several experts is a matrix for each.
 _WEIGHT_RANK = 3
 _ROWS, _GIVEN, _SIZE, _DEPTH = 2, 3, 48, 10
+#: What may bend a projection: beside parts of activations, functions of which no kernel knows and no value is asked.
+FUNCTIONS: Mapping[str, Rule] = {
+    **{
+        name: applied(sympy.Function(name))
+        for name in "selu softsign tanhshrink softshrink hardshrink rrelu sin cos tan asin acos atan sinh cosh "
+        "asinh acosh atanh sinc logit digamma lgamma special_i0 special_i1 special_log_ndtr".split()
+    },
+    **BENDS,
+}
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,8 @@ class Supports:
             return Support(given=frozenset({node}))
         if is_constant(call):
             return Support()
-        if EMITTED not in node.meta and (is_read(call) or layout.is_in_axes(call)):
+        is_unknown = call.name in FUNCTIONS and call.name not in BENDS
+        if EMITTED not in node.meta and (is_unknown or is_read(call) or layout.is_in_axes(call)):
             inner = [self._of_operand(each, node) for each in tensor_operands(node)]
             if call.name in ("add", "sub") and self._is_of_projections(node, inner):
                 self._stops.add(node)
@@ -84,7 +95,7 @@ class Supports:
             given = frozenset[fx.Node]().union(*(each.given for each in inner))
             size = 1 + sum(each.size for each in inner)
             if len(rows) <= _ROWS and len(given) <= _GIVEN and size <= _SIZE:
-                return Support(rows, given, bends(call) or any(each.is_bent for each in inner), size)
+                return Support(rows, given, is_unknown or bends(call) or any(each.is_bent for each in inner), size)
         self._stops.add(node)
         return Support(rows=frozenset({node}))
 

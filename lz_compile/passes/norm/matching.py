@@ -138,6 +138,8 @@ class NormEmitter(TableEmitter):
     attrs: NormAttrs
     #: Axes that statistics reduce in the place of hidden ones.
     ties: Mapping[Axis, Axis]
+    #: Axes that keep their sizes in proofs.
+    pinned: frozenset[Axis]
 
     @classmethod
     def of(cls, read: Normalised, core: Core) -> NormEmitter:
@@ -169,7 +171,18 @@ class NormEmitter(TableEmitter):
         source = Leaf(moments.source, moments.dims)
         rows = tuple(axis for axis in own if axis not in moments.hidden)
         after = after_gain, after_shift, output, read.output_dims
-        return cls(region, source, rows, hidden, weight, bias, *after, attrs, moments.ties)
+        return cls(
+            region,
+            source,
+            rows,
+            hidden,
+            weight,
+            bias,
+            *after,
+            attrs,
+            moments.ties,
+            frozenset((*hidden, *moments.counted)),
+        )
 
     def edge(self) -> dict[fx.Node, Dims]:
         """The nodes that the replacement reads, with their axes."""
@@ -234,7 +247,7 @@ class NormEmitter(TableEmitter):
             op,
             Site.of(core, self.output_dims, self.region.interior),
             Found(self.attrs, facts, inputs, {"input": self.source.node}, self, source_kernel=own),
-            Trial(pinned=frozenset(self.hidden), ties=self.ties, magnitudes=magnitudes, masked_rows_count=False),
+            Trial(pinned=self.pinned, ties=self.ties, magnitudes=magnitudes, masked_rows_count=False),
         )
 
 

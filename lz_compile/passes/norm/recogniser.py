@@ -275,10 +275,9 @@ def _normalised(read: Read, output: fx.Node, anchor: fx.Node, *, is_by_rows: boo
     if form is None or not is_of_rows:
         edit = "divide the row by the root of its mean square"
         if is_of_rows and _is_divided(read) and not _is_rounded(read, output):
-            sizes = read.expression.free_symbols - region.leaves.keys() - {ROW, MEAN, *_MAGNITUDES}
-            if sizes and normal_form(read.expression.xreplace(dict.fromkeys(sizes, sympy.S(_SOME)))) is not None:
-                text = f"the epsilon beside the root of a mean square depends on the size {min(sizes, key=str)}"
-                raise RefusedError("SIZE_UNKNOWN", text, "mark that dimension as static (torch._dynamo.mark_static)")
+            beside = _beside_magnitudes(read.expression)
+            if beside and normal_form(read.expression.xreplace(dict.fromkeys(beside, sympy.S(_SOME)))) is not None:
+                raise _without_epsilon(read, beside)
             names = {symbol: sympy.Symbol(leaf.node.name) for symbol, leaf in region.leaves.items()}
             formula = str(read.expression.xreplace(names))[:_MOST_TEXT]
             raise RefusedError(
@@ -290,7 +289,24 @@ def _normalised(read: Read, output: fx.Node, anchor: fx.Node, *, is_by_rows: boo
     return Normalised(moments, form, output, read.dims)
 
 
-#: A size, for one that is not known.
+def _beside_magnitudes(expression: sympy.Expr) -> set[sympy.Symbol]:
+    """What is not known while compiling, and stands under a root or a line of a fraction with a magnitude of the row."""
+    powers = [power for power in expression.atoms(sympy.Pow) if power.has(*_MAGNITUDES)]
+    return {symbol for power in powers for symbol in power.free_symbols} - {ROW, MEAN, *_MAGNITUDES}
+
+
+def _without_epsilon(read: Read, beside: set[sympy.Symbol]) -> RefusedError:
+    """Why a row over the root of a mean square is no norm yet: its epsilon is no number."""
+    leaves = read.moments.region.leaves
+    tensors = [told(leaves[symbol].node) for symbol in sorted(beside & leaves.keys(), key=str)]
+    if tensors:
+        text = f"the epsilon beside the root of a mean square comes from {' and '.join(tensors)}, and has no value yet"
+        return RefusedError("EPSILON_UNKNOWN", text, "give the epsilon as a number")
+    text = f"the epsilon beside the root of a mean square depends on the size {min(beside, key=str)}"
+    return RefusedError("SIZE_UNKNOWN", text, "mark that dimension as static (torch._dynamo.mark_static)")
+
+
+#: A value, for one that is not known.
 _SOME = 7
 #: So much is told of a formula.
 _MOST_TEXT = 100
