@@ -219,7 +219,9 @@ class Arguments:
 
 def plain_number(value: Any) -> Any:
     """The number that a size, or what is computed of sizes, is while ``torch.jit.trace`` records it as a tensor."""
-    return value.item() if isinstance(value, torch.Tensor) and not value.dim() and torch.jit.is_tracing() else value
+    if not isinstance(value, torch.Tensor) or value.dim() or torch._C._get_tracing_state() is None:
+        return value
+    return value.item()
 
 
 def remembered(check: Callable[..., None]) -> Callable[..., None]:
