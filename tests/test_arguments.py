@@ -233,6 +233,31 @@ def test_what_is_checked_is_traced_without_a_break(call: str) -> None:
     torch.testing.assert_close(compiled(**given), function(**given), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore")  # of PyTorch: that it goes, and that sizes become numbers
+@pytest.mark.parametrize("call", ["rms_norm", "kda", "sample", "routed_adapter", "blend", "attention", "linear_scan"])
+def test_what_is_checked_is_recorded(call: str) -> None:
+    function, given = CALLS[call]
+    names = [name for name, each in given.items() if isinstance(each, Tensor)]
+    others = {name: each for name, each in given.items() if name not in names}
+    tensors = tuple(given[name] for name in names)
+    traced = torch.jit.trace(lambda *them: function(**dict(zip(names, them, strict=True)), **others), tensors)
+    torch.testing.assert_close(traced(*tensors), function(**given))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sizes_are_numbers_while_a_call_is_recorded() -> None:
+    calls: list[Callable[[Tensor], Tensor]] = [
+        lambda x: lz.attention(x, x, x, scale=x.shape[-1] ** -0.25),
+        lambda x: lz.alibi(x[0, 0, 0], x.shape[1], x.shape[2]),
+        lambda x: lz.sampling_probs(x, top_k=x.shape[-1] // 2),
+        lambda x: lz.routed_adapter(x[0], x[0, 0], x[0, 0].mT, x[0, 0, :, 0], x[0, 1], x[0, 1].mT, arm="none",
+                                    rollouts=(x.shape[1], x.shape[2])),
+    ]  # fmt: skip
+    for call in calls:
+        x = _draw(2, 3, 4, 5)
+        torch.testing.assert_close(torch.jit.trace(call, (x,))(x), call(x))
+
+
 @pytest.mark.parametrize(
     "call", ["kda of a step", "linear_scan", "sample", "apply_token_bitmask", "speculative_verify"]
 )

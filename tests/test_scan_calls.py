@@ -132,3 +132,22 @@ def test_an_exported_call_is_the_op_for_all_lengths(name: str, strict: bool) -> 
     for each in (program, program.run_decompositions()):
         for other in (given, [torch.cat([x, x.flip(1)], 1) for x in given]):
             torch.testing.assert_close(each.module()(*other), function(*other), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["kda", "average"])
+def test_results_lie_in_memory_alike_whatever_runs(name: str) -> None:
+    function, given = CALLS[name][0], inputs(torch.float32)
+    wanted = [each.stride() for each in function(*given)]
+    with lz.disabled():
+        assert [each.stride() for each in function(*given)] == wanted
+    assert [each.stride() for each in function(*(each.to("meta") for each in given))] == wanted
+    assert [each.stride()[1:] for each in torch.func.vmap(function)(*(each[None] for each in given))] == wanted
+
+
+def test_the_last_state_of_no_step_is_memory_of_its_own() -> None:
+    state = torch.ones(B, H, K, V)
+    _, last = lz.kda(*(each[:, :0] for each in inputs(torch.float32)), initial_state=state)
+    _, other = lz.linear_scan(torch.rand(B, 0, K), initial=state[:, 0, :, 0])
+    last.add_(1)
+    other.add_(1)
+    assert state.eq(1).all()

@@ -160,6 +160,7 @@ class Arguments:
         """A finite number, with ``above`` larger than ``least``."""
         if value is None and optional:
             return
+        value = plain_number(value)
         is_whole = isinstance(value, (int, torch.SymInt))
         is_real = not isinstance(value, torch.Tensor) and isinstance(value, numbers.Real)
         fits = (is_whole or is_real or isinstance(value, (float, torch.SymFloat))) and not isinstance(value, bool)
@@ -214,6 +215,13 @@ class Arguments:
         if found.type == "meta":
             raise self.wrong(name, "as a device that holds numbers", found)
         return found
+
+
+def plain_number(value: Any) -> Any:
+    """The number that a size, or what is computed of sizes, is while ``torch.jit.trace`` records it as a tensor."""
+    if not isinstance(value, torch.Tensor) or value.dim() or torch._C._get_tracing_state() is None:
+        return value
+    return value.item()
 
 
 def remembered(check: Callable[..., None]) -> Callable[..., None]:

@@ -56,7 +56,12 @@ def attention(
     **Source** Vaswani et al., *Attention Is All You Need*, 2017, equation 1.
     """
     call = Call(query, key, value, mask, causal, scale, dropout_p, layout)
-    if torch.compiler.is_dynamo_compiling() or type(query) not in PLAIN or forward_ad._current_level >= 0:
+    if (
+        torch.compiler.is_dynamo_compiling()
+        or type(query) not in PLAIN
+        or forward_ad._current_level >= 0
+        or torch._C._get_tracing_state() is not None
+    ):
         return _written_out(call)
     try:
         if torch._C._is_any_autocast_enabled():

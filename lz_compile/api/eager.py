@@ -160,8 +160,10 @@ def problem_of(x: Any, **given: Any) -> tuple[Any, Any]:
     """
     module = sys.modules[type(x).__module__]
     attrs, facts = module.from_operands(x, x.sizes(known_size), **given)
-    symbolic = {name: known_size(each) for name, each in vars(facts).items() if isinstance(each, torch.SymInt)}
-    return attrs, replace(facts, **symbolic) if symbolic else facts
+    traced = {
+        name: known_size(each) for name, each in vars(facts).items() if isinstance(each, (torch.SymInt, torch.Tensor))
+    }
+    return attrs, replace(facts, **traced) if traced else facts
 
 
 def through_kernel(x: Any, attrs: Any, facts: Any, own: Built, *, is_traced: bool) -> Built:

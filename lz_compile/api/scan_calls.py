@@ -30,7 +30,7 @@ def scan(x: Operands, out_dtype: torch.dtype, state_dtype: torch.dtype) -> Resul
         found = _traced(x, out_dtype, state_dtype)
         return found[0], found[1]
     if any(type(each) not in PLAIN for each in x.flat() if each is not None):
-        return op.reference(x, _problem(x, out_dtype, state_dtype)[0])
+        return _own(x, _problem(x, out_dtype, state_dtype)[0])
     return _selected(x, out_dtype, state_dtype)
 
 
@@ -54,7 +54,7 @@ def _bind(
 ) -> Callable[[Operands], Results]:
     """The scan over operands like these, by the kernel that is chosen for them."""
     attrs, facts = _problem(x, out_dtype, state_dtype)
-    own = partial(op.reference, attrs=attrs)
+    own = partial(_own, attrs=attrs)
     kernel = _chosen(x, attrs, facts, is_traced=is_traced)
     if kernel is None or kernel.call is None:
         return own
@@ -96,6 +96,12 @@ def by_address(
 def is_view(operand: torch.Tensor | None, of: torch.Tensor | None) -> bool:
     """Whether an operand begins where the argument does, rather than being a copy."""
     return operand is None or of is None or operand.data_ptr() == of.data_ptr()
+
+
+def _own(x: Operands, attrs: ScanAttrs) -> Results:
+    """By PyTorch's operations, laid out in memory as kernels leave it: what views the result does so whatever runs."""
+    reads, last = op.reference(x, attrs)
+    return reads.transpose(1, 2).contiguous().transpose(1, 2), last if reads.shape[2] else last.clone()
 
 
 def _turned(run: Callable[..., Any], x: Operands) -> tuple[torch.Tensor, torch.Tensor]:
