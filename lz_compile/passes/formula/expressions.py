@@ -28,8 +28,7 @@ DROPOUT = sympy.Function("dropout")
 NAN_TO_NUM = sympy.Function("nan_to_num")
 #: ``floored(x, floor)`` is ``max(x, floor)`` with a floor that no finite score reaches; it turns ``-inf`` into the floor.
 FLOORED = sympy.Function("floored")
-#: Whole numbers below are integers, so that sums of float32's lowest number lose no term; others may be no float any more.
-_EXACT = 2**1000
+_EXACT = 2**1000  # whole numbers below are integers: sums of float32's lowest lose no term; larger ones may be no float
 
 
 @dataclass(frozen=True)
