@@ -57,6 +57,7 @@ def near_misses() -> dict[str, Lookalike]:
         "epsilon_in_a_tensor": Lookalike(
             epsilon_in_a_tensor, "[EPSILON_UNKNOWN] the epsilon beside the root of a mean square comes from "
         ),
+        "factor_in_a_tensor": Lookalike(factor_in_a_tensor, "NOT_OVER_A_ROOT"),
         "floor_in_a_tensor": Lookalike(floor_in_a_tensor, "EPSILON_UNKNOWN"),
         "deviation_of_a_row_that_is_not_centred": Lookalike(deviation_of_a_row_that_is_not_centred, "NOT_OVER_A_ROOT"),
         "centred_row_by_its_uncentred_root": Lookalike(centred_row_by_its_uncentred_root, "NOT_OVER_A_ROOT"),
@@ -205,6 +206,11 @@ def epsilon_of_each_row(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
 def epsilon_in_a_tensor(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
     """An epsilon that is given, as a buffer or a parameter is: each call may bring another one."""
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + weight[3].square()) * weight
+
+
+def factor_in_a_tensor(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:
+    """The epsilon is a number; what the mean square is multiplied by is none."""
+    return x * torch.rsqrt(weight[3].square() * x.pow(2).mean(-1, keepdim=True) + 1e-5)
 
 
 def floor_in_a_tensor(x: Tensor, y: Tensor, weight: Tensor) -> Tensor:

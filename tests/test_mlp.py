@@ -266,6 +266,18 @@ def test_an_unknown_activation_between_two_projections_is_a_near_miss(activation
     assert str(miss.reason) == "[NO_MLP] the activation is none that is known"
 
 
+@pytest.mark.parametrize("function", [F.softshrink, F.hardshrink, lambda x, at: torch.logit(x, at / 2)])
+def test_functions_with_other_parameters_are_others(function: Callable[[Tensor, float], Tensor]) -> None:
+    def gated(x: Tensor) -> Tensor:
+        row, other = gate(x), up(x)
+        return F.silu(row) * other + function(row, 0.1) * other - function(row, 0.9) * other
+
+    x, gate, up = _projections()
+    result, backend = _run(gated, x)
+    torch.testing.assert_close(result, gated(x))
+    assert "VALIDATION_FAILED" not in backend.why_not()
+
+
 #: Of projections that are zero, or negative: what is left of them is a number that is added, or the least that is let through.
 BESIDE_ZERO: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "bound": lambda gate, up: gate.clamp(min=1e-6),

@@ -237,6 +237,22 @@ def test_a_softmax_over_one_key_is_told_and_one_over_one_expert_is_not(rows: int
     assert [miss.reason.code for miss in backend.report.near_misses] == ["ONE_KEY"]
 
 
+@pytest.mark.parametrize(
+    "weigh",
+    [
+        lambda s: s.log_softmax(-1),
+        lambda s: s.exp() / (1 + s.exp().sum(-1, keepdim=True)),
+        lambda s: s.softmax(-1) * (s > 0),
+        lambda s: F.dropout(s.softmax(-1), 0.5),
+    ],
+)
+def test_what_is_no_softmax_of_one_key_is_not_told_to_be_one(weigh: Callable[[Tensor], Tensor]) -> None:
+    backend = Rewriting(strict=True)
+    q, k, v = (torch.randn(2, 4, size, 8) for size in (19, 1, 1))
+    torch.compile(lambda q, k, v: weigh(scores(q, k)) @ v, backend=backend)(q, k, v)
+    assert "ONE_KEY" not in [miss.reason.code for miss in backend.report.near_misses]
+
+
 def test_queries_and_keys_that_are_normalised_are_no_scores() -> None:
     """As in efficient attention."""
     backend, (q, k, v) = Rewriting(strict=True), operands()

@@ -219,7 +219,12 @@ class Arguments:
 
 def plain_number(value: Any) -> Any:
     """The number that a size, or what is computed of sizes, is while ``torch.jit.trace`` records it as a tensor."""
-    if not isinstance(value, torch.Tensor) or value.dim() or torch._C._get_tracing_state() is None:
+    if (
+        not isinstance(value, torch.Tensor)
+        or value.dim()
+        or value.requires_grad
+        or torch._C._get_tracing_state() is None
+    ):
         return value
     return value.item()
 

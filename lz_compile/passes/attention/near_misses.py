@@ -26,7 +26,7 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.arithmetic import CHOICES
 from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, atoms, axes_of, fresh
 from lz_compile.passes.formula.contraction import is_distance
-from lz_compile.passes.formula.pointwise import BENDS, bends, is_exponential, is_pointwise, is_read
+from lz_compile.passes.formula.pointwise import BENDS, bends, is_exponential, is_moved, is_pointwise, is_read
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import (
     OUT_OF_PLACE,
@@ -84,8 +84,8 @@ _MULTIPLIED = (
     "multiply the values first, as r @ (p @ v) in place of (r @ p) @ v",
 )
 _ONE_KEY = (
-    Reason("ONE_KEY", "every query has one key, whose probability is 1: the result is the value itself"),
-    "give the value as it is; as it is, no kernel can do better than Inductor's own code",
+    Reason("ONE_KEY", "every query has one key, whose probability is 1 where no mask drops it"),
+    "nothing: no kernel does better than Inductor's own code",
 )
 _WITHOUT_VALUES = (
     Reason("NO_VALUES", "the probabilities meet no values in this graph"),
@@ -176,7 +176,8 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
     )
     before = scores_behind(region, call.input, lambda node: node in covered or effects.name(node) in _NORMALISED)
     if not keys:
-        return None if before is None or after is None else _ONE_KEY
+        is_whole = call.name == "softmax" and all(is_moved(effects.calls.get(each)) for each in (after or ())[1:-1])
+        return _ONE_KEY if is_whole and before is not None and after is not None else None
     if inner is not None:
         if any(is_weight(factor.node) for factor in (inner.query, inner.key)):
             is_mixed = after is not None and _answer(mixed_scores, region, inner, keys)

@@ -31,12 +31,12 @@ _MADE = layout.SPLITS | moves.RULES.keys()
 #: A weight of several experts is a matrix for each.
 _WEIGHT_RANK = 3
 _ROWS, _GIVEN, _SIZE, _DEPTH = 2, 3, 48, 10
-#: What may bend a projection: beside parts of activations, functions of which no kernel knows and no value is asked.
+#: What may bend a projection: beside parts of activations, functions of one argument of which no kernel knows.
 FUNCTIONS: Mapping[str, Rule] = {
     **{
         name: applied(sympy.Function(name))
-        for name in "selu softsign tanhshrink softshrink hardshrink rrelu sin cos tan asin acos atan sinh cosh "
-        "asinh acosh atanh sinc logit digamma lgamma special_i0 special_i1 special_log_ndtr".split()
+        for name in "selu softsign tanhshrink sin cos tan asin acos atan sinh cosh "
+        "asinh acosh atanh sinc digamma lgamma special_i0 special_i1 special_log_ndtr".split()
     },
     **BENDS,
 }

@@ -275,7 +275,7 @@ def _normalised(read: Read, output: fx.Node, anchor: fx.Node, *, is_by_rows: boo
     if form is None or not is_of_rows:
         edit = "divide the row by the root of its mean square"
         if is_of_rows and _is_divided(read) and not _is_rounded(read, output):
-            beside = _beside_magnitudes(read.expression)
+            beside = _beside_magnitudes(read)
             if beside and normal_form(read.expression.xreplace(dict.fromkeys(beside, sympy.S(_SOME)))) is not None:
                 raise _without_epsilon(read, beside)
             names = {symbol: sympy.Symbol(leaf.node.name) for symbol, leaf in region.leaves.items()}
@@ -289,10 +289,12 @@ def _normalised(read: Read, output: fx.Node, anchor: fx.Node, *, is_by_rows: boo
     return Normalised(moments, form, output, read.dims)
 
 
-def _beside_magnitudes(expression: sympy.Expr) -> set[sympy.Symbol]:
-    """What is not known while compiling, and stands under a root or a line of a fraction with a magnitude of the row."""
-    powers = [power for power in expression.atoms(sympy.Pow) if power.has(*_MAGNITUDES)]
-    return {symbol for power in powers for symbol in power.free_symbols} - {ROW, MEAN, *_MAGNITUDES}
+def _beside_magnitudes(read: Read) -> set[sympy.Symbol]:
+    """What is not known while compiling, under a root or a fraction with a magnitude of the row: of tensors, no factors."""
+    powers = [power for power in read.expression.atoms(sympy.Pow) if power.has(*_MAGNITUDES)]
+    products = [each for power in powers for each in power.base.atoms(sympy.Mul) if each.has(*_MAGNITUDES)]
+    factors = {symbol for each in products for symbol in each.free_symbols} & read.moments.region.leaves.keys()
+    return {symbol for power in powers for symbol in power.free_symbols} - factors - {ROW, MEAN, *_MAGNITUDES}
 
 
 def _without_epsilon(read: Read, beside: set[sympy.Symbol]) -> RefusedError:
