@@ -323,12 +323,12 @@ def test_an_epsilon_beside_a_sum_of_unknown_length_is_told_as_such() -> None:
     assert "[SIZE_UNKNOWN]" in compiled(layer, torch.randn(5, 24), dynamic=True)[1].why_not()
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize(("most", "dynamic"), [(None, False), (None, True), (100, False)])
 @pytest.mark.parametrize("shape", [(5, 24, 3), (5, 7, 1), (3, 40, 5)])
-def test_a_length_that_is_held_above_zero_is_a_number(shape: tuple[int, ...], dynamic: bool) -> None:
+def test_a_length_that_is_held_above_zero_is_a_number(shape: tuple[int, ...], most: int | None, dynamic: bool) -> None:
     def layer(x: Tensor) -> Tensor:  # observed steps are counted, as PatchTST does it
         observed = torch.ones_like(x)
-        count = observed.sum(1, keepdim=True).clamp_min(1.0)
+        count = observed.sum(1, keepdim=True).clamp(1.0, most)
         centre = (x * observed).sum(1, keepdim=True) / count
         return (x - centre) / torch.sqrt(((x - centre) * observed).square().sum(1, keepdim=True) / count + 1e-2)
 

@@ -386,3 +386,17 @@ def test_masks_hold_where_values_alone_are_shared_by_heads(parts: tuple[str, ...
     documents = torch.arange(TOKENS) // 9 + torch.arange(BATCH)[:, None]
     _, match = compile_and_compare(attention, *operands(), kept, documents, torch.tensor([0.5, 0.25, 0.125, 0.1]))
     assert all(part in match.mask for part in parts), match.mask
+
+
+def test_two_lowest_numbers_of_float64_add_up_to_minus_infinity() -> None:
+    def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        lowest, columns = torch.finfo(torch.float64).min, torch.arange(TOKENS)
+        first, second = columns[:, None] < columns, columns[:, None] < columns - 3
+        mask = (first.double() * lowest + second.double() * lowest).clamp(min=lowest)
+        return (query @ key.mT + mask).softmax(-1) @ value
+
+    inputs, backend = [each.double() for each in operands()], Rewriting(strict=True, lock={"attention": "lz.blocked"})
+    torch.testing.assert_close(torch.compile(attention, backend=backend)(*inputs), attention(*inputs))
+    (match,) = backend.report.matches
+    assert match.rewritten, backend.why_not()
+    assert match.attributes["is_causal"]

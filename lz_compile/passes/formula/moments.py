@@ -22,7 +22,7 @@ from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, atoms, axes_of, regroup
 from lz_compile.passes.formula.edge import Edge, behind_casts
 from lz_compile.passes.formula.expressions import tidy
-from lz_compile.passes.formula.pointwise import AT_LEAST, BENDS, Rule
+from lz_compile.passes.formula.pointwise import AT_LEAST, AT_MOST, BENDS, Rule
 from lz_compile.passes.formula.statistics import as_mean, is_of_rows
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
@@ -101,9 +101,7 @@ class Moments:
                 if value is not None:
                     found[symbol] = value
         expression = expression.xreplace(found) if found else expression
-        return halves(
-            expression.xreplace({each: sympy.Max(*each.args) for each in expression.atoms(AT_LEAST) if _is_count(each)})
-        )
+        return halves(expression.replace(_is_count, lambda each: _EXTREMA[each.func](*each.args)))
 
     def _size(self, leaf: Leaf) -> sympy.Expr | None:
         """What a symbolic size is by the symbols of torch, in which the extents of axes are, too."""
@@ -258,9 +256,13 @@ def _aligned(own: tuple[Axis, ...], other: tuple[Axis, ...]) -> Iterator[tuple[A
     yield from zip(mine, theirs, strict=True)
 
 
+#: Of numbers that are none of them NaN.
+_EXTREMA = {AT_LEAST: sympy.Max, AT_MOST: sympy.Min}
+
+
 def _is_count(expression: sympy.Expr) -> bool:
-    """Whether an expression is of numbers and sizes only, none of which may be NaN."""
-    return all(symbol.is_integer and symbol.is_positive for symbol in expression.free_symbols)
+    """Whether an expression is an extremum of numbers and sizes only."""
+    return expression.func in _EXTREMA and all(x.is_integer and x.is_positive for x in expression.free_symbols)
 
 
 def _is_size(node: fx.Node, symbol: sympy.Symbol) -> bool:

@@ -315,9 +315,14 @@ def _held(value: Number, dtype: torch.dtype) -> tuple[Number, bool] | None:
     return value, not any(each.is_float for each in value.variables) and _is_exact_in(value, dtype)
 
 
+#: From here on, float64 rounds to infinity.
+_OVERFLOWS = 2**1024 - 2**970
+
+
 @cache
 def _rounded(constant: Fraction, dtype: torch.dtype) -> float:
-    return float(torch.tensor(float(constant), dtype=torch.float64).to(dtype).item())
+    wide = float(constant) if abs(constant) < _OVERFLOWS else torch.inf if constant > 0 else -torch.inf
+    return float(torch.tensor(wide, dtype=torch.float64).to(dtype).item())
 
 
 def _fits(value: Polynomial, dtype: torch.dtype) -> bool:
