@@ -160,7 +160,7 @@ class Arguments:
         """A finite number, with ``above`` larger than ``least``."""
         if value is None and optional:
             return
-        value = plain_number(value)
+        value = recorded_number(value)
         is_whole = isinstance(value, (int, torch.SymInt))
         is_real = not isinstance(value, torch.Tensor) and isinstance(value, numbers.Real)
         fits = (is_whole or is_real or isinstance(value, (float, torch.SymFloat))) and not isinstance(value, bool)
@@ -217,7 +217,7 @@ class Arguments:
         return found
 
 
-def plain_number(value: Any) -> Any:
+def recorded_number(value: Any) -> Any:
     """The number that a size, or what is computed of sizes, is while ``torch.jit.trace`` records it as a tensor."""
     if (
         not isinstance(value, torch.Tensor)

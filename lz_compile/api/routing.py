@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lz_compile.api import eager
-from lz_compile.api.arguments import PLAIN, Arguments, is_plain, is_transformed, plain_number, remembered
+from lz_compile.api.arguments import PLAIN, Arguments, is_plain, is_transformed, recorded_number, remembered
 from lz_compile.api.routing_record import RoutingRecord
 from lz_compile.errors import ArgumentError, TransformUnsupportedError
 from lz_compile.ground.isolation import is_autocast
@@ -262,7 +262,7 @@ class Rollouts(NamedTuple):
     @classmethod
     def _uniform(cls, x: torch.Tensor, rollouts: Sequence[int] | int) -> Rollouts:
         both = rollouts if isinstance(rollouts, (list, tuple)) else (rollouts,)
-        sizes = tuple([plain_number(each) for each in both])
+        sizes = tuple([recorded_number(each) for each in both])
         flat = x.shape[1:2] if x.dim() == 3 and x.shape[0] == 1 else x.shape[:-1]
         are_sizes = len(sizes) == 2 and all(isinstance(size, (int, torch.SymInt)) for size in sizes)
         fits = are_sizes and (tuple(x.shape[:-1]) == sizes or tuple(flat) == (sizes[0] * sizes[1],))
