@@ -28,7 +28,7 @@ DROPOUT = sympy.Function("dropout")
 NAN_TO_NUM = sympy.Function("nan_to_num")
 #: ``floored(x, floor)`` is ``max(x, floor)`` with a floor that no finite score reaches; it turns ``-inf`` into the floor.
 FLOORED = sympy.Function("floored")
-_EXACT = 2**1000  # whole numbers below are integers: sums of float32's lowest lose no term; larger ones may be no float
+_EXACT = 2**200  # whole numbers below are integers, so that sums of float32's lowest number lose no term
 
 
 @dataclass(frozen=True)
