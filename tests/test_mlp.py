@@ -274,8 +274,8 @@ def test_functions_with_other_parameters_are_others(function: Callable[[Tensor, 
 
     x, gate, up = _projections()
     result, backend = _run(gated, x)
-    torch.testing.assert_close(result, gated(x))
-    assert "VALIDATION_FAILED" not in backend.why_not()
+    torch.testing.assert_close(result, gated(x), equal_nan=True)
+    assert any(match.rewritten for match in backend.report.matches), backend.why_not()
 
 
 #: Of projections that are zero, or negative: what is left of them is a number that is added, or the least that is let through.
