@@ -152,3 +152,26 @@ def test_products_in_16_bits_read_keys_and_values_in_one_piece(
     )
     copies = [node for node in graph.graph.nodes if node.target is torch.ops.aten.clone.default]
     assert len(copies) == 2 * is_copied
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_training"), [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)]
+)
+def test_weights_are_summed_as_they_are_multiplied_so_that_none_lie_in_memory_twice(
+    dtype: torch.dtype, is_training: bool
+) -> None:
+    """But where they are divided first: gradients through the sum and the product cancel in float32 alone."""
+    x = Operands(*(torch.randn(1, 2, 40, 8, dtype=dtype) for _ in range(3)))
+    with torch.set_grad_enabled(is_training):
+        graph = make_fx(lambda *tensors: blocked.attention(Operands(*tensors), AttentionAttrs(score_dtype=dtype)))(
+            *x.flat()[:3]
+        )
+        found = blocked.attention(x, AttentionAttrs(score_dtype=dtype))
+    (total,) = (node for node in graph.graph.nodes if node.target is torch.ops.aten.sum.dim_IntList)
+    is_narrow = dtype == torch.bfloat16 and not is_training
+    assert (total.args[0].meta["val"].dtype, total.meta["val"].dtype) == (
+        dtype if is_narrow else torch.float32,
+        torch.float32,
+    )
+    wide = reference(Operands(*(each.double() for each in x.flat()[:3])), AttentionAttrs(score_dtype=torch.float64))
+    torch.testing.assert_close(found.double(), wide, rtol=0, atol=2 * torch.finfo(dtype).eps)

@@ -201,7 +201,10 @@ def _attend(whole: _Block, span: _Span, mean: torch.Tensor | None, attrs: Attent
     largest = _largest(scores, sinks, attrs)
     with recomputed(whole.query):
         weights = torch.exp(scores - largest)
-    total = weights.sum(-1, keepdim=True)
+        if not _is_normalised(block.value.dtype):
+            # They are summed as they are multiplied: no wider ones lie in memory beside them.
+            weights = weights.to(block.value.dtype)
+    total = weights.sum(-1, keepdim=True, dtype=scores.dtype)
     if sinks is not None:
         total = total + torch.exp(sinks.to(scores.dtype) - largest)
     if attrs.masked_rows == "zero":
@@ -284,6 +287,10 @@ def _largest(scores: torch.Tensor, sinks: torch.Tensor | None, attrs: AttentionA
     return torch.where(largest == -math.inf, 0.0, largest) if attrs.masked_rows == "zero" else largest
 
 
+def _is_normalised(dtype: torch.dtype) -> bool:
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and torch.is_grad_enabled())
+
+
 def _weighted(weights: torch.Tensor, total: torch.Tensor, block: _Block, attrs: AttentionAttrs) -> torch.Tensor:
     """The mean of the values under weights whose sum is ``total``.
 
@@ -292,7 +299,7 @@ def _weighted(weights: torch.Tensor, total: torch.Tensor, block: _Block, attrs: 
     """
     batch, heads, rows, columns = block.extents
     dtype = block.value.dtype
-    is_normalised = dtype == torch.float16 or (dtype == torch.bfloat16 and torch.is_grad_enabled())
+    is_normalised = _is_normalised(dtype)
     with recomputed(block.query):
         if is_normalised:
             weights = weights / total

@@ -47,8 +47,9 @@ _HALF_CALLS = 60
 _BAND, _BOOLEANS = 1.0, 4.0
 _BAND_NUMBERS, _NUMBERS = 0.3, 0.6
 #: What PyTorch's tanh takes of a softmax, in C++ and in Inductor's code alike (an EPYC with AVX-512), and what the quotient
-#: of ours does (capping.py): with Inductor's loads and stores around it, or in one pass over a tile.
-_TANH, _CAPPED, _CAPPED_TILE = 3.3, 1.0, 0.5
+#: of ours does (capping.py): with Inductor's loads and stores around it, or in one pass over a tile. The last two take 1.0
+#: and 0.5 on that EPYC, and 1.7 and 2 to 3.4 on a Xeon with AMX, whose softmax is faster.
+_TANH, _CAPPED, _CAPPED_TILE = 3.3, 1.5, 1.5
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,8 @@ def _blocked(x: _Shape) -> Work:
     times, blocks = 4 if x.is_training else 1, math.ceil(x.queries / block)
     # Blocks of one size share their memory; causal ones see more keys each, and differ.
     shares = [(i + 1) / blocks for i in range(blocks)] if causal < 1.0 and blocks <= MAX_KINDS else [1.0]
-    memory = fresh(*(each * x.scores / blocks * share for share in shares for each in x.buffers), times=times)
+    buffers = x.buffers if x.is_training else [x.bytes_each] * 2
+    memory = fresh(*(each * x.scores / blocks * share for share in shares for each in buffers), times=times)
     amounts: dict[Kind, float] = {
         "product": times * x.flops * seen,
         "pointwise": times * points,
