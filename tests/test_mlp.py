@@ -492,7 +492,8 @@ def test_at_a_corner_gradients_stay_those_of_the_source(name: str, is_gated: boo
     ours, theirs = (torch.autograd.grad(each.sum(), weight)[0] for each in (got, layer(x, weight, up)))
     torch.testing.assert_close(ours, theirs)
     (match,) = backend.report.matches
-    assert match.rewritten == (name == "relu")
+    assert match.rewritten == (not theirs.any()), "PyTorch 2.14's clamp has relu's gradient"
+    assert match.rewritten or name != "relu"
 
 
 def test_zeros_for_nan_and_limits_far_away_stay() -> None:
