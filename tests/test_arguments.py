@@ -47,6 +47,20 @@ _ADAPTER = {
     "v": _draw(K), "weight": _draw(V, N), "bias": _draw(V), "base": _draw(B, T, V), "threshold": 0.1, "arm": "grad",
 }  # fmt: skip
 _DELTA = {"q": _draw(B, T, H, K), "k": _draw(B, T, H, K), "v": _draw(B, T, H, V), "beta": _draw(B, T, H)}
+_CACHE = {
+    "key_cache": _draw(6, 4, 2, 8), "value_cache": _draw(6, 4, 2, 8), "block_table": torch.tensor([[0, 2], [1, 3]]).int(),
+    "lengths": torch.tensor([5, 7]).int(),
+}  # fmt: skip
+
+
+def _written(**given: Any) -> tuple[Tensor, Tensor]:
+    caches = {
+        name: given[name].clone() if isinstance(given[name], Tensor) else given[name] for name in list(_CACHE)[:2]
+    }
+    lz.write_to_cache(**{**given, **caches})
+    return caches["key_cache"], caches["value_cache"]
+
+
 #: What is called, and with what it works.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "attention": (
@@ -126,6 +140,12 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
             "mode": lz.BlendMode.SOFT_GATE,
         },
     ),
+    "paged_attention": (lz.paged_attention, {"query": _draw(B, H, 8), **_CACHE, "scale": 0.3, "window": 4, "softcap": 3.0}),
+    "paged_attention of parts": (
+        lz.paged_attention,
+        {"query": _draw(5, H, 8), **_CACHE, "query_starts": torch.tensor([0, 2, 5]).int(), "sinks": _draw(H)},
+    ),
+    "write_to_cache": (_written, {"key": _draw(B, 2, 8), "value": _draw(B, 2, 8), **_CACHE}),
     "Blender": (lz.Blender, {"config": None, "alpha": _draw(3), "target": _draw(3)}),
     "Blender.forward": (_blender(), {"host": _draw(B, K), "seed": _draw(B, K)}),
     "Blender.request": (lambda alpha: _blender().request(alpha), {"alpha": 0.4}),
@@ -223,25 +243,6 @@ _NEVER: dict[str, tuple[str, ...]] = dict.fromkeys(("decay", "drive", "initial")
 def _first(given: dict[str, Any]) -> str:
     """The argument whose device the others are to be on."""
     return next((name for name, each in given.items() if isinstance(each, Tensor)), "")
-
-
-@pytest.mark.parametrize("call", ["rms_norm", "kda", "sample", "routed_adapter", "blend", "attention", "linear_scan"])
-def test_what_is_checked_is_traced_without_a_break(call: str) -> None:
-    torch._dynamo.reset()
-    function, given = CALLS[call]
-    compiled = torch.compile(function, backend="eager", fullgraph=True, dynamic=True)
-    torch.testing.assert_close(compiled(**given), function(**given), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.filterwarnings("ignore")  # of PyTorch: that it goes, and that sizes become numbers
-@pytest.mark.parametrize("call", ["rms_norm", "kda", "sample", "routed_adapter", "blend", "attention", "linear_scan"])
-def test_what_is_checked_is_recorded(call: str) -> None:
-    function, given = CALLS[call]
-    names = [name for name, each in given.items() if isinstance(each, Tensor)]
-    others = {name: each for name, each in given.items() if name not in names}
-    tensors = tuple(given[name] for name in names)
-    traced = torch.jit.trace(lambda *them: function(**dict(zip(names, them, strict=True)), **others), tensors)
-    torch.testing.assert_close(traced(*tensors), function(**given))
 
 
 @pytest.mark.filterwarnings("ignore")

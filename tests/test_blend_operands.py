@@ -147,3 +147,23 @@ def test_no_blend_is_nan_where_its_source_is_none(mixed: str) -> None:
         torch.testing.assert_close(found[~expected.isnan()], expected[~expected.isnan()])
         if mixed == "weighted_sum":
             assert (found.isnan() == expected.isnan()).all()
+
+
+@pytest.mark.parametrize(
+    "mixed",
+    [
+        lambda h, s, a, b: (a + b - a * b) * s + (1 - a) * (1 - b) * h,
+        lambda h, s, a, b: (1 - (1 - a) * (1 - b)) * s + (1 - a) * (1 - b) * h,
+        lambda h, s, a, b: (a + b - a * b) * s.mul(1e-8) + (1 - a) * (1 - b) * h,
+    ],
+)
+def test_a_hosts_weight_that_is_a_product_is_none_less_the_seeds(mixed: Callable[..., Tensor]) -> None:
+    """Of which float32 holds the fewer digits the smaller it is."""
+    generator = torch.Generator().manual_seed(0)
+    host, seed = torch.randn(2, 6, 32, generator=generator) * torch.tensor([1e6, 1.0])[:, None, None]
+    a, b = 1 - torch.rand(2, 6, 1, generator=generator) * 1e-3
+    backend = Rewriting(lock={"blend": "torch.blend"})
+    compiled = torch.compile(lambda *given: mixed(given[0].detach(), *given[1:]), backend=backend)
+    found, exact = compiled(host, seed.requires_grad_(), a, b), mixed(*(each.double() for each in (host, seed, a, b)))
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=1e-6)

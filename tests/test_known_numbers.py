@@ -20,6 +20,10 @@ def norm(x: Tensor, dim: int) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(dim, keepdim=True) + 1e-6) * K
 
 
+def of_remainder(x: Tensor, dim: int) -> Tensor:
+    return norm(x.unsqueeze(dim % 4)[0], -1)
+
+
 def rope(x: Tensor, dim: int) -> Tensor:
     cos, sin = K[0].unsqueeze(dim).cos(), K[0].unsqueeze(dim).sin()
     return x * cos + torch.cat((-x[..., 8:], x[..., :8]), -1) * sin
@@ -30,6 +34,7 @@ def rope(x: Tensor, dim: int) -> Tensor:
     [
         (attention, (-1, 3), {"attention": "lz.blocked"}),
         (norm, (-1, 3), {"norm": "torch.norm"}),
+        (of_remainder, (4, 8), {"norm": "torch.norm"}),
         (rope, (0, -4), {"rope": "torch.rope"}),
     ],
 )

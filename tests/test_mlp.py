@@ -256,7 +256,17 @@ def _projections() -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor
 
 @pytest.mark.parametrize(
     "activation",
-    [F.leaky_relu, partial(F.celu, alpha=0.5), F.selu, nn.Softsign(), lambda x: x.sin() ** 2 + x],
+    [
+        *(
+            F.leaky_relu,
+            partial(F.celu, alpha=0.5),
+            F.selu,
+            nn.Softsign(),
+            lambda x: x.sin() ** 2 + x,
+            torch.special.i0,
+        ),
+        *(F.hardshrink, partial(F.softshrink, lambd=0.1), partial(torch.logit, eps=0.1), torch.round, torch.sign),
+    ],
 )
 def test_an_unknown_activation_between_two_projections_is_a_near_miss(activation: Callable[[Tensor], Tensor]) -> None:
     x, gate, up = _projections()
@@ -264,6 +274,8 @@ def test_an_unknown_activation_between_two_projections_is_a_near_miss(activation
     assert not backend.report.matches
     (miss,) = backend.report.near_misses
     assert str(miss.reason) == "[NO_MLP] the activation is none that is known"
+    _, backend = _run(lambda x, bias: activation(gate(x) + bias) * (up(x) + bias), x, torch.randn(20))
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["NO_MLP"]
 
 
 @pytest.mark.parametrize("function", [F.softshrink, F.hardshrink, lambda x, at: torch.logit(x, at / 2)])

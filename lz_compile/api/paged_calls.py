@@ -41,8 +41,9 @@ def _layout(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _bind(x: Operands, attrs: PagedAttentionAttrs, is_traced: bool = False) -> Callable[[Operands], torch.Tensor]:
     """The attention of operands like these, by the kernel that is chosen for them."""
-    told = {name: getattr(attrs, name) for name in ("scale", "softcap", "window", "out_dtype")}
-    attrs, facts = eager.problem_of(x, **told)
+    told = {"scale": float, "softcap": float, "window": int}  # a kernel is chosen for numbers, which guards fix
+    known = {name: kind(getattr(attrs, name)) for name, kind in told.items() if getattr(attrs, name) is not None}
+    attrs, facts = eager.problem_of(x, **known, out_dtype=attrs.out_dtype)
     own = partial(_own, attrs)
     if not facts.num_queries or not facts.num_requests:
         return own

@@ -309,7 +309,7 @@ class Rollouts(NamedTuple):
     def of_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """``[..., D]`` in the op's canonical layout: ``[G, S, D]``, or ``[1, N, D]`` of packed tokens."""
         if self.ids is not None:
-            return tensor.reshape(1, -1, tensor.shape[-1])
+            return tensor.flatten(0, -2).unsqueeze(0)
         return tensor.reshape(self.number, self.length, tensor.shape[-1])
 
 

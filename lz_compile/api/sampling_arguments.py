@@ -44,6 +44,8 @@ def _selected(x: Operands, result: Result, out_dtype: torch.dtype) -> torch.Tens
 
 
 def _own(x: Operands, attrs: SamplingAttrs) -> torch.Tensor:
+    if torch._C._get_tracing_state() is not None:  # torch.jit.trace cannot record the bits of floats
+        return op.reference(x, attrs)
     from lz_compile.lowering.kernels.sampling import torch_sampling
 
     return torch_sampling.sampling(x, attrs)

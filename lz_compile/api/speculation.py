@@ -187,6 +187,7 @@ def _check_tokens(draft_tokens: torch.Tensor, vocab: int) -> None:
         raise arguments.wrong("draft_tokens", f"within 0..{vocab - 1}", f"{low}..{high}")
 
 
+@torch.no_grad()
 def _check_probabilities(draft_probs: torch.Tensor | None, target_probs: torch.Tensor, of_drafts: torch.Tensor) -> None:
     """Every row is a distribution, and every draft one that could be drawn."""
     arguments = Arguments("speculative_verify", TokenArgumentError)

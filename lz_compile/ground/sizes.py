@@ -23,13 +23,12 @@ def as_size(value: int | torch.SymInt) -> Size:
     if isinstance(value, int):
         return value
     expr: sympy.Expr = value.node.expr
-    if expr.is_Symbol:
-        return expr
-    return int(expr) if expr.is_Integer else expr.xreplace(_equal(value.node.shape_env))
+    known = expr if expr.is_Symbol else expr.xreplace(_equal(value.node.shape_env))
+    return int(known) if known.is_Integer else known
 
 
-def _equal(shapes: Any) -> Mapping[sympy.Expr, sympy.Symbol]:
-    """The symbols that guards of a program say expressions to be; they are read again where there are more.
+def _equal(shapes: Any) -> Mapping[sympy.Expr, sympy.Expr]:
+    """The symbols or numbers that guards of a program say expressions to be; they are read again where there are more.
 
     Polynomials stay: ``n + m`` beside ``n`` says more than another symbol would.
     """
@@ -40,12 +39,12 @@ def _equal(shapes: Any) -> Mapping[sympy.Expr, sympy.Symbol]:
     if count != len(guards):
         equations = [guard.expr for guard in guards if isinstance(guard.expr, sympy.Eq)]
         pairs = [pair for each in equations for pair in permutations(each.args)]
-        known = {one: other for one, other in pairs if other.is_Symbol and not one.is_polynomial()}
+        known = {one: other for one, other in pairs if other.is_Atom and not one.is_polynomial()}
         _KNOWN[shapes] = len(guards), known
     return known
 
 
-_KNOWN: WeakKeyDictionary[Any, tuple[int, Mapping[sympy.Expr, sympy.Symbol]]] = WeakKeyDictionary()
+_KNOWN: WeakKeyDictionary[Any, tuple[int, Mapping[sympy.Expr, sympy.Expr]]] = WeakKeyDictionary()
 
 
 def is_guarded_from_zero(value: torch.SymInt) -> bool:

@@ -254,7 +254,7 @@ def gathered(x: Operands, name: str, dtype: torch.dtype) -> torch.Tensor:
     return found if scale is None else found * scale.to(dtype)[:, None]
 
 
-def check_places(x: Operands, attrs: PagedAttentionAttrs) -> None:
+def check_places(x: Operands, attrs: PagedAttentionAttrs, function: str = "paged_attention") -> None:
     """Whether every slot that is looked at is there, and the queries of requests follow each other.
 
     It reads the values of tables, so it waits for a device.
@@ -268,13 +268,13 @@ def check_places(x: Operands, attrs: PagedAttentionAttrs) -> None:
         starts = x.query_starts.tolist()
         if starts[0] != 0 or any(a > b for a, b in itertools.pairwise(starts)) or starts[-1] > x.query.shape[0]:
             expected = f"to rise from 0 to {x.query.shape[0]} at most, the number of queries"
-            raise ArgumentError("paged_attention", "query_starts", expected, starts)
+            raise ArgumentError(function, "query_starts", expected, starts)
         counts = x.query_starts.diff()
     lengths = x.lengths.long()
     wrong = (lengths < 0) | (lengths > columns * slots)
     if bool(wrong.any()):
         expected = f"from 0 to {columns * slots}, the slots of {columns} blocks in a row of the table"
-        raise ArgumentError("paged_attention", "lengths", expected, int(lengths[wrong][0]))
+        raise ArgumentError(function, "lengths", expected, int(lengths[wrong][0]))
     first = torch.arange(columns, device=x.lengths.device) * slots
     used = first < lengths[:, None]
     if attrs.window is not None:  # blocks before the window may be given away
@@ -285,7 +285,7 @@ def check_places(x: Operands, attrs: PagedAttentionAttrs) -> None:
     if bool(wrong.any()):
         request, place = wrong.nonzero()[0].tolist()
         received = f"{int(x.block_table[request, place])} in row {request}"
-        raise ArgumentError("paged_attention", "block_table", f"of blocks from 0 to {blocks - 1}", received)
+        raise ArgumentError(function, "block_table", f"of blocks from 0 to {blocks - 1}", received)
 
 
 def features(attrs: PagedAttentionAttrs, facts: PagedAttentionFacts) -> dict[str, str]:

@@ -161,23 +161,24 @@ def _read(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Blend:
     bounds, stops = BoundReader(effects, form.bounds), _Stops(forms, frozenset({form.seed, form.host, *form.factors}))
     functions = {**dict.fromkeys(CASTS, _counted), **bounds.functions}
     region = Region(effects, expand_masks=True, stops=stops, functions=functions)
-    expression = region.express(anchor, dims)
-    alike = _alike(forms, region)
-    first = {symbol: symbols[0] for symbols in alike for symbol in symbols}
-    expression = reduce_indicators(expression.xreplace(first))
+    written, alike = region.express(anchor, dims), _alike(forms, region)
+    written = written.xreplace({symbol: symbols[0] for symbols in alike for symbol in symbols})
+    expression = reduce_indicators(written)
     seed, host = (_only_leaf(forms, region, alike, node, dims) for node in (form.seed, form.host))
     of_seed, of_host = (sympy.expand(expression.coeff(symbol, 1)) for symbol in (seed, host))
     rest = sympy.expand(expression - of_seed * seed - of_host * host)
     if not is_zero(rest) or {seed, host} & (of_seed.free_symbols | of_host.free_symbols):
         raise LayoutError("no sum of two tensors")
-    expected = sympy.S.One if form.is_residual else 1 - of_seed
-    if not form.is_soft and not is_zero(of_host - expected):
+    if not form.is_soft and not is_zero(of_host - (1 if form.is_residual else 1 - of_seed)):
         raise LayoutError("the weights are along different dimensions")
     leaves = {symbols[0]: [region.leaves[symbol] for symbol in symbols] for symbols in alike}
     records = grad_enabled(effects.ambient(anchor))
     gate, is_gated = _gate(forms, leaves, of_seed, (region.leaves[seed], region.leaves[host]), records=records)
-    takes_all = of_seed.is_number or not of_seed.as_coeff_Add()[0]  # of 1 - a, one takes a rounded one
-    weights = Weights(region, of_seed, of_host if form.is_soft or not (form.is_residual or takes_all) else None, gate)
+    both = [(written.coeff(seed, 1), of_seed), (written.coeff(host, 1), of_host)]
+    seed_weight, host_weight = (own if sympy.expand(own) == known else known for own, known in both)
+    is_rest = of_seed.is_number or (host_weight.is_Add and not of_seed.as_coeff_Add()[0])  # 1 - a takes a rounded one
+    is_told = form.is_soft or not (form.is_residual or is_rest)
+    weights = Weights(region, seed_weight, host_weight if is_told else None, gate)
     used = {seed, host, *((of_seed.free_symbols | of_host.free_symbols) if gate is None else ())}
     copies = {
         symbol: shared_inputs(effects, [leaf.node for leaf in same], same[0].dims)

@@ -7,8 +7,9 @@ itself: nothing is followed through residual streams.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import sympy
 import torch
@@ -16,10 +17,15 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.formula import contraction, layout, moves
+from lz_compile.passes.formula.equal_values import is_torchs
 from lz_compile.passes.formula.expressions import is_cast, is_constant
-from lz_compile.passes.formula.pointwise import BENDS, Rule, applied, bends, is_moved, is_read
+from lz_compile.passes.formula.pointwise import BENDS, Rule, bends, is_moved, is_read
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.view import EMITTED, Call, known_tensor, reached, tensor_of, tensor_operands
+from lz_compile.passes.graph.view import EMITTED, Call, is_floating, known_tensor, reached, tensor_of, tensor_operands
+
+if TYPE_CHECKING:
+    from lz_compile.passes.formula.algebra import Region
+    from lz_compile.passes.formula.axes import Dims
 
 #: Products that are projections; the last ones with weights of several experts, or over neighbours.
 PRODUCTS = contraction.PRODUCTS | {
@@ -31,15 +37,8 @@ _MADE = layout.SPLITS | moves.RULES.keys()
 #: A weight of several experts is a matrix for each.
 _WEIGHT_RANK = 3
 _ROWS, _GIVEN, _SIZE, _DEPTH = 2, 3, 48, 10
-#: What may bend a projection: beside parts of activations, functions of one argument of which no kernel knows.
-FUNCTIONS: Mapping[str, Rule] = {
-    **{
-        name: applied(sympy.Function(name))
-        for name in "selu softsign tanhshrink sin cos tan asin acos atan sinh cosh "
-        "asinh acosh atanh sinc digamma lgamma special_i0 special_i1 special_log_ndtr".split()
-    },
-    **BENDS,
-}
+#: Functions of one tensor that PyTorch composes of others.
+_COMPOSED = frozenset({"softsign", "tanhshrink", "special_i0"})
 
 
 @dataclass(frozen=True)
@@ -54,9 +53,13 @@ class Support:
 
 @dataclass
 class Supports:
-    """The support of every tensor of a graph; contains the nodes at which reading stops."""
+    """The support of every tensor of a graph; contains the nodes at which reading stops.
+
+    ``functions`` are what may bend a projection: beside parts of activations, functions of which no kernel knows.
+    """
 
     effects: Effects
+    functions: dict[str, Rule] = field(default_factory=lambda: {**BENDS})
     _found: dict[fx.Node, Support] = field(default_factory=dict)
     _stops: set[fx.Node] = field(default_factory=set)
 
@@ -85,8 +88,11 @@ class Supports:
             return Support(given=frozenset({node}))
         if is_constant(call):
             return Support()
-        is_unknown = call.name in FUNCTIONS and call.name not in BENDS
-        if EMITTED not in node.meta and (is_unknown or is_read(call) or layout.is_in_axes(call)):
+        is_known = is_read(call) or layout.is_in_axes(call)
+        is_unknown = not is_known and _is_of_one_tensor(call)
+        if is_unknown:
+            self.functions[call.name] = _unknown
+        if EMITTED not in node.meta and (is_unknown or is_known):
             inner = [self._of_operand(each, node) for each in tensor_operands(node)]
             if call.name in ("add", "sub") and self._is_of_projections(node, inner):
                 self._stops.add(node)
@@ -141,6 +147,20 @@ class Supports:
             if self._gates(node):
                 return False
         return all(projection(self.effects, row, products) is not None for row in support.rows)
+
+
+def _is_of_one_tensor(call: Call) -> bool:
+    """Whether a call is a function of the elements of one tensor, and of numbers: PyTorch says so."""
+    tags = getattr(getattr(getattr(torch.ops.aten, call.name, None), "default", None), "tags", ())
+    is_function = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
+    is_own = (is_function or call.name in _COMPOSED) and is_torchs(call.node.target)
+    return is_own and is_floating(call.node) and tensor_operands(call.node) == [call.input]
+
+
+def _unknown(region: Region, call: Call, dims: Dims) -> sympy.Expr:
+    """What such a function is called: by its numbers, too."""
+    numbers = {name: each for name, each in call.arguments.items() if name != "input"}
+    return sympy.Function(f"{call.name}{numbers or ''}")(region.operand(call, "input", dims))
 
 
 def _is_row(node: fx.Node) -> bool:

@@ -91,7 +91,9 @@ class _Reader:
         factors = [self.supports.of(node) for node in operands]
         if self._call(anchor).name != "mul" or len(factors) != 2 or sum(factor.is_bent for factor in factors) != 1:
             return False
-        if any(len(factor.rows) != 1 or factor.given for factor in factors) or factors[0].rows == factors[1].rows:
+        if any(len(factor.rows) != 1 for factor in factors) or factors[0].rows == factors[1].rows:
+            return False
+        if any(known_tensor(given).dim() > 1 for factor in factors for given in factor.given):  # no biases
             return False
         tensors = [tensor for tensor in map(tensor_of, (anchor, *operands)) if tensor is not None]
         if len({shape_of(tensor) for tensor in tensors}) != 1:

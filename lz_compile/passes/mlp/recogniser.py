@@ -29,7 +29,7 @@ from lz_compile.lowering.ops.mlp import ACTIVATIONS, MlpAttrs, Operands, compute
 from lz_compile.passes.formula.algebra import Leaf, Region
 from lz_compile.passes.formula.axes import Axis, Dims, axes_of, fresh
 from lz_compile.passes.formula.pointwise import AT_LEAST, AT_MOST, evaluate, is_moved, tensor
-from lz_compile.passes.formula.projections import FUNCTIONS, Supports
+from lz_compile.passes.formula.projections import Supports
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import RefusedError
 from lz_compile.passes.graph.view import known_tensor
@@ -111,7 +111,7 @@ class _Stops:
 
 def _read(effects: Effects, anchor: fx.Node, dims: Dims, stops: _Stops) -> tuple[Region, Form | None]:
     """What was read, and the form that it has if its rows are as large as the result."""
-    region = Region(effects, expand_masks=True, stops=stops, functions=FUNCTIONS)
+    region = Region(effects, expand_masks=True, stops=stops, functions=stops.supports.functions)
     expression = region.express(anchor, dims)
     symbols = region.leaves_in(expression)
     rows = [symbol for symbol, leaf in symbols.items() if leaf.node in stops]

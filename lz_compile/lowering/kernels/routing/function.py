@@ -67,10 +67,10 @@ class _Routed(torch.autograd.Function):
         x, u = o.x, o.u
         tokens = Tokens(x.shape[0], x.shape[1], o.count)
         place = None if o.rollout is None else places(x, o.rollout, o.num_rollouts).flatten()
-        rows = x.reshape(-1, x.shape[2])
+        rows = x.flatten(0, 1)
         columns = steps.project(rows, o.vh, o.a_q)
         start = None if o.weight is None else torch.nn.functional.linear(rows, o.weight, o.bias)
-        addends = [None if o.weight is not None else o.bias, None if o.base is None else o.base.reshape(-1, u.shape[0])]
+        addends = [None if o.weight is not None else o.bias, None if o.base is None else o.base.flatten(0, 1)]
         if start is None and addends[1] is not None and addends[1].dtype == x.dtype:
             start, addends[1] = addends[1], None
         out = steps.expand(columns, *factors(o.delta, o.gate, place, x.dtype), None, u.T, o.b_q.T, start)
@@ -136,7 +136,7 @@ class Gradients:
         assert a_q is not None and b_q is not None, "a quarantine is given"  # noqa: PT018 one claim
         self.x, self.vh, self.u, self.delta, self.a_q, self.b_q = x, vh, u, delta, a_q, b_q
         self.gradient, self.rank = gradient, vh.shape[0]
-        self.rows, self.dy = x.reshape(-1, x.shape[2]), gradient.reshape(-1, u.shape[0]).to(x.dtype)
+        self.rows, self.dy = x.flatten(0, 1), gradient.flatten(0, 1).to(x.dtype)
         self.a, self.q = columns[:, : self.rank], columns[:, self.rank :]
         self.wide = torch.promote_types(torch.promote_types(delta.dtype, x.dtype), torch.float32)
 
