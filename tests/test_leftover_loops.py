@@ -203,6 +203,25 @@ def squashed(x: Tensor, w: Tensor) -> Tensor:
     return h
 
 
+@pytest.mark.parametrize("is_affine", [False, True])
+def test_loops_whose_backward_compiled_autograd_compiles_are_no_scans(is_affine: bool) -> None:
+    def decayed(x: Tensor, w: Tensor) -> Tensor:
+        h = torch.zeros_like(x[:, 0])
+        for t in range(x.shape[1]):
+            h = torch.sigmoid(x[:, t]) * h + x[:, t] @ w
+        return h
+
+    loop, backend = decayed if is_affine else squashed, Traced(loops="roll", lock={"scan": "lz.rolled_scan"})
+    x, w = torch.randn(2, 14, 3, requires_grad=True), torch.randn(3, 3, requires_grad=True)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        torch.compile(lambda: loop(x, w).sin().sum().backward(), backend=backend)()
+    (first, *_) = backend.report.loops
+    assert (first.rolled, first.reason and first.reason.code) == (is_affine, None if is_affine else "COMPILED_AUTOGRAD")
+    assert [match.rewritten for match in backend.report.matches] == [True] * is_affine, backend.why_not()
+    torch.testing.assert_close((x.grad, w.grad), torch.autograd.grad(loop(x, w).sin().sum(), (x, w)))
+
+
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="PyTorch 2.11's wrapper hands a loop too few inputs")
 @pytest.mark.parametrize("fails", [False, True])
 def test_loops_on_a_cpu_call_their_kernels_from_c(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:

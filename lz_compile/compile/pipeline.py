@@ -14,6 +14,7 @@ from lz_compile.compile import reading, replacing, row_bits
 from lz_compile.compile.options import Options
 from lz_compile.compile.stages import Scans, Stage, State, run
 from lz_compile.ground.records import Reason
+from lz_compile.lowering import dynamo
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.passes.editing.dead import drop_dead, drop_dead_of_loops
 from lz_compile.passes.editing.edit import Edit, RefutedError
@@ -86,7 +87,7 @@ def rewrite(module: fx.GraphModule, options: Options, report: GraphReport) -> No
         DispatchTableError: the table of ``options`` is refused and ``options.strict`` is set.
     """
     tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
-    for path, child, confined in graphs(module):
+    for path, child, confined in graphs(module, confined=_confines_all()):
         report.note_modules(child.graph)
         _rewrite(State(child, path, options, report, tables, kept=confined))
 
@@ -137,7 +138,7 @@ def choose(module: fx.GraphModule, options: Options, report: GraphReport) -> Non
         DispatchTableError: the table of ``options`` is refused and ``options.strict`` is set.
     """
     tables = loaded_tables.of_compile(options.dispatch_table, strict=options.strict)
-    for path, child, confined in graphs(module):
+    for path, child, confined in graphs(module, confined=_confines_all()):
         report.note_modules(child.graph)
         scans = _SCANS[confined is not None]
         run((*READ, *CHOOSE), State(child, path, options, report, tables, scans=scans, kept=confined))
@@ -170,6 +171,13 @@ def _confines(callee: fx.Node, ahead: Sequence[fx.Node]) -> Reason | None:
             return _confined("IN_CHECKPOINT", "torch.utils.checkpoint")
         if user.target in (SCAN, checkpointed_scan) and is_graded(user):
             return _confined("IN_LOOP", "the step of a scan")
+    return None
+
+
+def _confines_all() -> Reason | None:
+    """Why no scan may be in any graph: compiled autograd reads backward passes, and no step of a scan in them (2.13)."""
+    if torch.is_grad_enabled() and dynamo.compiles_backward():
+        return _confined("COMPILED_AUTOGRAD", "what compiled autograd compiles")
     return None
 
 

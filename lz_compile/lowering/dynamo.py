@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch._dynamo import compiled_autograd
 from torch._dynamo import config as dynamo_config
 from torch._dynamo.source import AttrSource, GlobalSource
 from torch._dynamo.utils import counters
@@ -59,6 +60,11 @@ def is_recompile() -> bool:
     """Whether the function that is being compiled was compiled before, for other sizes or values."""
     compile_id = CompileContext.current_compile_id()
     return compile_id is not None and bool(compile_id.frame_compile_id)
+
+
+def compiles_backward() -> bool:
+    """Whether Dynamo traces backward passes, too (compiled autograd)."""
+    return bool(dynamo_config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
 
 
 def count(name: str, amount: int = 1) -> None:
