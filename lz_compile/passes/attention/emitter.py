@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -309,8 +309,10 @@ class AttentionEmitter(TableEmitter):
     def _read_twice(self) -> tuple[dict[Axis, Axis], set[Axis]]:
         """Of masks, keys and values that are one tensor: axes that are others by another name, and what differs otherwise."""
         ties, apart, edge = dict[Axis, Axis](), set[Axis](), self.edge()
-        for leaf in (*self.region.leaves_in(self.keep, self.bias).values(), self.query, self.key, self.value):
-            own, other = axes_of(leaf.dims), axes_of(edge[leaf.node])
+        read = [(leaf.node, leaf.dims) for leaf in self.region.leaves_in(self.keep, self.bias).values()]
+        read += [(operand.node, operand.dims) for operand in (self.query, self.key, self.value)]
+        for node, dims in read:
+            own, other = axes_of(dims), axes_of(edge[node])
             if [axis.size for axis in own] == [axis.size for axis in other]:
                 ties.update((one, two) for one, two in zip(own, other, strict=True) if one is not two)
             else:
