@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -614,3 +615,16 @@ def test_exponentials_that_only_divide_are_a_softmax_where_each_summand_has_one(
     inputs = normal(2, 4, 9, 16), normal(2, 4, 13, 16), normal(2, 4, 13, 16), normal(4, 1, 1)
     backend = compiled(Variant(attention, inputs))
     assert attentions(backend) == [True], backend.why_not()
+
+
+@pytest.mark.parametrize("shape", [(16,), (12, 12)], ids=["a_head_a_feature", "heads_of_12"])
+def test_keys_whose_features_are_the_heads_of_values_have_one_size_in_a_proof(shape: tuple[int, ...]) -> None:
+    """Pooling by channels, whose keys are its values: the features of keys are limited by kernels, heads are not."""
+    width = math.prod(shape)
+
+    def pooled(tokens: Tensor, weight: Tensor) -> Tensor:
+        return ((tokens @ weight).softmax(1).unflatten(-1, shape) * tokens.unflatten(-1, shape)).sum(1)
+
+    backend = compiled(Variant(pooled, (normal(2, 7, width), normal(width, width))))
+    assert attentions(backend) == [True], backend.why_not()
+    assert not backend.report.events, backend.why_not()

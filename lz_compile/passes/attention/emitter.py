@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
@@ -292,6 +292,7 @@ class AttentionEmitter(TableEmitter):
             masks_mean=self.mask_label,
             notes=self.mask_reasons,
         )
+        ties, apart = self._read_twice()
         trial = Trial(
             limited=frozenset((*self.roles.features, *self.roles.value_features)),
             # Of larger operands exponentials are infinite, or all that a mask keeps are zero beside one that it drops.
@@ -300,17 +301,23 @@ class AttentionEmitter(TableEmitter):
             # What SDPA's own backward gives for rows that a finite bias masks completely depends on its implementation.
             masked_rows_are_finite=(source_kernel is None or self.bias == 0)
             and (self.keep == 1 or self.attrs.masked_rows in ("mean", "fill", "zero")),
-            ties=dict(self._ties()),
+            ties=ties,
+            pinned=frozenset(apart),
         )
         return Match(op, Site.of(core, self.output_dims, {**self.region.interior, **self.passed}), found, trial)
 
-    def _ties(self) -> Iterator[tuple[Axis, Axis]]:
-        """The axes of a mask that is read twice, as of padding among queries and among keys."""
-        edge = self.edge()
-        for leaf in self.region.leaves_in(self.keep, self.bias).values():
-            pairs = [*zip(axes_of(leaf.dims), axes_of(edge[leaf.node]), strict=False)]
-            if all(one.size == other.size for one, other in pairs):
-                yield from ((one, other) for one, other in pairs if one is not other)
+    def _read_twice(self) -> tuple[dict[Axis, Axis], set[Axis]]:
+        """Of masks, keys and values that are one tensor: axes that are others by another name, and what differs otherwise."""
+        ties, apart, edge = dict[Axis, Axis](), set[Axis](), self.edge()
+        read = [(leaf.node, leaf.dims) for leaf in self.region.leaves_in(self.keep, self.bias).values()]
+        read += [(operand.node, operand.dims) for operand in (self.query, self.key, self.value)]
+        for node, dims in read:
+            own, other = axes_of(dims), axes_of(edge[node])
+            if [axis.size for axis in own] == [axis.size for axis in other]:
+                ties.update((one, two) for one, two in zip(own, other, strict=True) if one is not two)
+            else:
+                apart |= {*own} ^ {*other}
+        return ties, apart
 
     def _inputs(self, biases: Collection[fx.Node]) -> dict[fx.Node, Input]:
         """What the replacement reads, and the masks that it need not read, with what is known of their values."""
