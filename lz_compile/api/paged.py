@@ -129,9 +129,8 @@ def write_to_cache(
     if not keys.shape[0] or not lengths.shape[0]:
         return
     if key.device.type == "cpu" and is_plain(*given):
-        op.check_places(
-            x, PagedAttentionAttrs(window=1), "write_to_cache"
-        )  # what lies before the newest is not written to
+        newest = PagedAttentionAttrs(window=1)  # what lies before is not written to
+        op.check_places(x, newest, "write_to_cache")
     if 0 in key_cache.shape or not block_table.numel():  # all is padding
         return
     owners, ends = op.seen_by(x)
