@@ -155,6 +155,8 @@ def test_no_blend_is_nan_where_its_source_is_none(mixed: str) -> None:
         lambda h, s, a, b: (a + b - a * b) * s + (1 - a) * (1 - b) * h,
         lambda h, s, a, b: (1 - (1 - a) * (1 - b)) * s + (1 - a) * (1 - b) * h,
         lambda h, s, a, b: (a + b - a * b) * s.mul(1e-8) + (1 - a) * (1 - b) * h,
+        lambda h, s, a, b: b * s + (1 - b) * (a * s + (1 - a) * h),
+        lambda h, s, a, b: a * b * (1 - b) * s + a * (1 - b * (1 - b)) * s + (1 - a) * h,
     ],
 )
 def test_a_hosts_weight_that_is_a_product_is_none_less_the_seeds(mixed: Callable[..., Tensor]) -> None:

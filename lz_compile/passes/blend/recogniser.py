@@ -174,10 +174,10 @@ def _read(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Blend:
     leaves = {symbols[0]: [region.leaves[symbol] for symbol in symbols] for symbols in alike}
     records = grad_enabled(effects.ambient(anchor))
     gate, is_gated = _gate(forms, leaves, of_seed, (region.leaves[seed], region.leaves[host]), records=records)
-    both = [(written.coeff(seed, 1), of_seed), (written.coeff(host, 1), of_host)]
+    both = [(written.diff(seed), of_seed), (written.diff(host), of_host)]
     seed_weight, host_weight = (own if sympy.expand(own) == known else known for own, known in both)
-    is_rest = of_seed.is_number or (host_weight.is_Add and not of_seed.as_coeff_Add()[0])  # 1 - a takes a rounded one
-    is_told = form.is_soft or not (form.is_residual or is_rest)
+    is_rest = host_weight == 1 - seed_weight and host_weight.is_Add and not of_seed.as_coeff_Add()[0]  # 1 - a is rounded
+    is_told = form.is_soft or not (form.is_residual or of_seed.is_number or is_rest)
     weights = Weights(region, seed_weight, host_weight if is_told else None, gate)
     used = {seed, host, *((of_seed.free_symbols | of_host.free_symbols) if gate is None else ())}
     copies = {
