@@ -617,6 +617,7 @@ def test_exponentials_that_only_divide_are_a_softmax_where_each_summand_has_one(
     assert attentions(backend) == [True], backend.why_not()
 
 
+@pytest.mark.usefixtures("no_preference")
 @pytest.mark.parametrize("shape", [(16,), (12, 12)], ids=["a_head_a_feature", "heads_of_12"])
 def test_keys_whose_features_are_the_heads_of_values_have_one_size_in_a_proof(shape: tuple[int, ...]) -> None:
     """Pooling by channels, whose keys are its values: the features of keys are limited by kernels, heads are not."""
@@ -626,5 +627,22 @@ def test_keys_whose_features_are_the_heads_of_values_have_one_size_in_a_proof(sh
         return ((tokens @ weight).softmax(1).unflatten(-1, shape) * tokens.unflatten(-1, shape)).sum(1)
 
     backend = compiled(Variant(pooled, (normal(2, 7, width), normal(width, width))))
+    assert attentions(backend) == [True], backend.why_not()
+    assert not backend.report.events, backend.why_not()
+
+
+@pytest.mark.parametrize(
+    "attention",
+    [
+        lambda x, q, other: (q @ x).softmax(-1) @ x,
+        lambda x, q, other: (x @ x).softmax(-1) @ other,
+        lambda x, q, other: ((x @ x).softmax(2) * x).sum(2),
+        lambda x, q, other: (x @ other.mT + x.mT.tanh()).softmax(-1) @ x,
+    ],
+    ids=["keys_transposed", "queries_transposed", "pooled", "transposed_in_a_bias"],
+)
+@pytest.mark.usefixtures("no_preference")
+def test_what_is_read_along_queries_keys_and_features_is_square_in_a_proof(attention: Callable[..., Tensor]) -> None:
+    backend = compiled(Variant(attention, (normal(2, 3, 16, 16), normal(2, 3, 7, 16), normal(2, 3, 16, 16))))
     assert attentions(backend) == [True], backend.why_not()
     assert not backend.report.events, backend.why_not()

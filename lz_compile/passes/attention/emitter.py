@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -308,15 +309,18 @@ class AttentionEmitter(TableEmitter):
 
     def _read_twice(self) -> tuple[dict[Axis, Axis], set[Axis]]:
         """Of masks, keys and values that are one tensor: axes that are others by another name, and what differs otherwise."""
-        ties, apart, edge = dict[Axis, Axis](), set[Axis](), self.edge()
+        edge, limited = self.edge(), (*self.roles.features, *self.roles.value_features)
         read = [(leaf.node, leaf.dims) for leaf in self.region.leaves_in(self.keep, self.bias).values()]
         read += [(operand.node, operand.dims) for operand in (self.query, self.key, self.value)]
-        for node, dims in read:
-            own, other = axes_of(dims), axes_of(edge[node])
-            if [axis.size for axis in own] == [axis.size for axis in other]:
-                ties.update((one, two) for one, two in zip(own, other, strict=True) if one is not two)
-            else:
-                apart |= {*own} ^ {*other}
+        pairs = [(axes_of(dims), axes_of(edge[node])) for node, dims in read]
+        equal = [[axis.size for axis in own] == [axis.size for axis in other] for own, other in pairs]
+        cut = (pair for pair, alike in zip(pairs, equal, strict=True) if not alike)
+        apart = {axis for own, other in cut for axis in {*own} ^ {*other}}
+        ties = dict[Axis, Axis]()
+        for pair in (tied for both in itertools.compress(pairs, equal) for tied in zip(*both, strict=True)):
+            ends = (ties.get(axis, axis) for axis in pair)
+            one, two = sorted(ends, key=lambda axis: (axis in apart, axis in limited))  # what keeps its size is the end
+            ties |= {axis: two for axis in (*ties, one) if ties.get(axis, one) is one and axis is not two}
         return ties, apart
 
     def _inputs(self, biases: Collection[fx.Node]) -> dict[fx.Node, Input]:

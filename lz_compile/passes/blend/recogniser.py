@@ -176,7 +176,7 @@ def _read(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Blend:
     gate, is_gated = _gate(forms, leaves, of_seed, (region.leaves[seed], region.leaves[host]), records=records)
     both = [(written.diff(seed), of_seed), (written.diff(host), of_host)]
     seed_weight, host_weight = (own if sympy.expand(own) == known else known for own, known in both)
-    is_rest = host_weight == 1 - seed_weight and host_weight.is_Add and not of_seed.as_coeff_Add()[0]  # 1 - a is rounded
+    is_rest = host_weight.is_Add and host_weight == 1 - seed_weight and not of_seed.as_coeff_Add()[0]  # not of 1 - a
     is_told = form.is_soft or not (form.is_residual or of_seed.is_number or is_rest)
     weights = Weights(region, seed_weight, host_weight if is_told else None, gate)
     used = {seed, host, *((of_seed.free_symbols | of_host.free_symbols) if gate is None else ())}

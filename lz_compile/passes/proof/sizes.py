@@ -96,8 +96,8 @@ def _hints(match: Match) -> Sizes:
 
 
 def all_axes(match: Match) -> list[Axis]:
-    """Those of all tensors that are read, and of the result."""
-    found: dict[Axis, None] = {}
+    """Those of all tensors that are read, and of the result; and those that have these by another name."""
+    found: dict[Axis, None] = dict.fromkeys(match.trial.ties.values())
     for dims in (*match.inputs.values(), *match.read.values(), match.site.output_dims):
         found.update(dict.fromkeys(axes_of(dims)))
     return list(found)
