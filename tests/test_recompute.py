@@ -103,7 +103,8 @@ def test_the_backward_drops_what_the_forward_dropped(kernel):
     for out in outs:  # linear in the values: <out, w> = <v, gradient of v> where both dropped the same
         (gradient,) = torch.autograd.grad(out, value, weight, retain_graph=True)
         torch.testing.assert_close((out * weight).sum(), (value * gradient).sum(), atol=1e-2, rtol=1e-3)
-    assert max(saved_sizes(lambda: compiled(*operands))) < LENGTH * LENGTH  # no scores; PyTorch 2.14 saves a generator's state
+    # No scores are saved; PyTorch 2.14 saves a generator's state.
+    assert max(saved_sizes(lambda: compiled(*operands))) < LENGTH * LENGTH
 
 
 def test_what_is_measured_computes_the_scores_again_as_well():
