@@ -646,3 +646,16 @@ def test_what_is_read_along_queries_keys_and_features_is_square_in_a_proof(atten
     backend = compiled(Variant(attention, (normal(2, 3, 16, 16), normal(2, 3, 7, 16), normal(2, 3, 16, 16))))
     assert attentions(backend) == [True], backend.why_not()
     assert not backend.report.events, backend.why_not()
+
+
+@pytest.mark.usefixtures("no_preference")
+def test_sizes_that_are_quotients_are_chosen_for_where_a_divisor_is_zero() -> None:
+    def attention(x: Tensor, parts: int) -> Tensor:
+        cut = x.reshape(3, 35 // parts, -1)  # in rows of numel // 3 // (35 // parts)
+        return (cut @ cut.mT).softmax(-1) @ cut
+
+    torch._dynamo.reset()
+    backend, x = Rewriting(), normal(3, 5, 7, 8)
+    torch.testing.assert_close(torch.compile(attention, backend=backend, dynamic=True)(x, 5), attention(x, 5))
+    assert len(attentions(backend)) == 1, backend.why_not()
+    assert not backend.report.events, backend.why_not()

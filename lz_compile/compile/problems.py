@@ -156,6 +156,14 @@ class Symbol:
         return bool(self.size < edge)
 
 
+def _number(size: sympy.Expr, numbers: Mapping[sympy.Symbol, int]) -> int:
+    """A size at these numbers: none is below zero, and it is zero where they make it a quotient by zero."""
+    try:
+        return max(int(size.xreplace(numbers)), 0)
+    except ZeroDivisionError:
+        return 0
+
+
 @dataclass(frozen=True)
 class SymbolicSizes:
     """The sizes of a match over its symbols: those that can be asked about, and those that are ``hidden`` (data decides)."""
@@ -168,7 +176,7 @@ class SymbolicSizes:
         """Every size as a number, with the symbols at ``values``, the others as they were traced."""
         known = {**self.symbols, **self.hidden}
         numbers = {symbol.expression: values.get(name, symbol.hint) for name, symbol in known.items()}
-        return {name: s if isinstance(s, int) else max(int(s.xreplace(numbers)), 0) for name, s in self.sizes.items()}
+        return {name: size if isinstance(size, int) else _number(size, numbers) for name, size in self.sizes.items()}
 
     def names_in(self, dims: tuple[str, ...]) -> list[str]:
         """The symbols that the sizes of some dims depend on."""
