@@ -162,13 +162,13 @@ _CONSTANTS: Mapping[str, float | None] = {
 
 
 def is_cast(call: Call) -> bool:
-    """Whether the call changes the dtype only (or nothing)."""
+    """Whether the call changes the dtype only (or nothing). What rounds to 8 bits is meant to, as quantisation is tried."""
     if call.name not in CASTS:
         return False
     source, result = tensor_of(call.input), tensor_of(call.node)
     if source is None or result is None or source.device != result.device:
         return False
-    return result.is_floating_point() or result.dtype == torch.bool
+    return result.dtype == torch.bool or (result.is_floating_point() and result.dtype.itemsize > 1)
 
 
 def made_of(node: fx.Node, call: Call | None) -> list[fx.Node]:
