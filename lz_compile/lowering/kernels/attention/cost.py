@@ -25,6 +25,8 @@ _FEW = 4
 _FUSED_BLOCK = 512
 #: Operators of no size that a call of PyTorch's kernel takes as long as: it is dispatched twice, and allocates more.
 _FUSED_CALLS = 8
+#: The same of the operators that see to rows whose every key is masked, one forward and one backward.
+_ROW_CALLS = 60
 #: What PyTorch's kernel takes for one query where the heads of a token lie next to each other, as projections leave them.
 _INTERLEAVED = 1.25
 #: What products in 16 bits take more for an element of keys and values that lie so, in softmaxed scores (an EPYC).
@@ -160,15 +162,20 @@ def _fused(x: _Shape) -> Work:
     return _work(x, {kind: x.flops * x.seen(_FUSED_BLOCK), "pointwise": points, "call": _FUSED_CALLS})
 
 
+def _fused_with_rows(x: _Shape) -> Work:
+    """The same, and two operators more, of which one looks at all that is added."""
+    return _more(_fused(x), {"pointwise": 0.3 * x.scores, "call": _ROW_CALLS})
+
+
 def _fused_by_inductor(x: _Shape) -> Work:
     """The same, of keys and values that are copied before for the heads that share them."""
-    found = _fused(x)
-    if x.copies == 1:
-        return found
-    amounts = dict(found.amounts)
-    for kind, amount in x.copied.items():
-        amounts[kind] = amounts.get(kind, 0.0) + amount
-    return Work(amounts, found.size)
+    return _fused(x) if x.copies == 1 else _more(_fused(x), x.copied)
+
+
+def _more(work: Work, amounts: Mapping[Kind, float]) -> Work:
+    return Work(
+        {**work.amounts, **{kind: work.amounts.get(kind, 0.0) + more for kind, more in amounts.items()}}, work.size
+    )
 
 
 def _tiled(x: _Shape) -> Work:
@@ -233,6 +240,7 @@ _KERNELS: Mapping[str, Callable[[_Shape], Work]] = {
     "inductor": _written_out,
     "inductor torch.sdpa": _fused_by_inductor,
     "torch.sdpa": _fused,
+    "lz.fused_training": _fused_with_rows,
     "lz.tiled": _tiled,
     "lz.blocked": _blocked,
     "lz.flash_decoding": _decoded,

@@ -39,7 +39,14 @@ class Operands(canonical.Operands):
 
 def reference(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     """What completes a call in which a kernel fails."""
-    return by_pytorch(_turned(x, canonical.Operands), attrs).transpose(1, 2)
+    return _canonically(by_pytorch, x, attrs)
+
+
+def by_blocks(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
+    """Attention over tokens, ``[B, S, H, D]``, by blocks of queries."""
+    from lz_compile.lowering.kernels.attention import blocked
+
+    return _canonically(blocked.attention, x, attrs)
 
 
 def by_pytorch(x: canonical.Operands, attrs: AttentionAttrs) -> torch.Tensor:
@@ -50,18 +57,24 @@ def by_pytorch(x: canonical.Operands, attrs: AttentionAttrs) -> torch.Tensor:
     return blocked.attention(x, attrs) if needs_more else torch_sdpa.attention(x, attrs)
 
 
-def through(kernel: Kernel) -> Callable[..., Any]:
-    """A kernel over tokens as one over the op's canonical operands: views, nothing is moved."""
+def through(kernel: Kernel, kind: type[Operands] = Operands) -> Callable[..., Any]:
+    """A kernel over tokens (operands of ``kind``) as one over the op's canonical operands: views, nothing is moved."""
 
     def attention(x: canonical.Operands, attrs: AttentionAttrs, **further: Any) -> torch.Tensor:
         """Attention in the op's canonical layout (see ``lowering/ops/attention.py``); ``further`` operands of tokens."""
-        found: torch.Tensor = kernel(_turned(x, Operands, **further), attrs).transpose(1, 2)
+        found: torch.Tensor = kernel(turned(x, kind, **further), attrs).transpose(1, 2)
         return found
 
     return attention
 
 
-def _turned(x: canonical.Operands, kind: Any, **further: Any) -> Any:
+def _canonically(kernel: Kernel, x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
+    """A canonical kernel as one over tokens."""
+    found: torch.Tensor = kernel(turned(x, canonical.Operands), attrs).transpose(1, 2)
+    return found
+
+
+def turned(x: canonical.Operands, kind: Any, **further: Any) -> Any:
     """Tokens before heads, or heads before tokens again."""
     given = {name: each for name, each in x.given().items() if name in kind.names}
     return kind(**{**given, **{name: given[name].transpose(1, 2) for name in ("query", "key", "value")}, **further})

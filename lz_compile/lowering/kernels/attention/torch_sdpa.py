@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
@@ -50,12 +51,12 @@ def _sdpa(x: Operands, attrs: AttentionAttrs, is_causal: bool) -> torch.Tensor:
 def through(sdpa: Sdpa, x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     """The same by ``sdpa``."""
     assert (x.fill, x.sinks) == (None, None), "SDPA is given fills or sinks"
-    query, key, mask, bias = x.query, x.key, x.mask, x.bias
+    x, attrs = with_positive_scale(x, attrs)
+    query, mask, bias = x.query, x.mask, x.bias
     if x.slopes is not None:
-        linear = x.slopes * distances(query, key, torch.promote_types(query.dtype, torch.float32))
+        linear = x.slopes * distances(query, x.key, torch.promote_types(query.dtype, torch.float32))
         bias = linear if bias is None else bias + linear
-    if mask is not None and attrs.selects_masked and attrs.masks_keys:  # what is added to NaN is NaN
-        key = key.masked_fill(torch.logical_not(mask.transpose(-2, -1)), 0.0)
+    key = shown_keys(x, attrs)
     is_plain = attrs.is_causal and not x.drops_scores and bias is None  # SDPA takes a mask or causality
     if not is_plain:
         mask = merged_mask(x, attrs)
@@ -70,6 +71,20 @@ def through(sdpa: Sdpa, x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     if attrs.bias_is_finite and (mask is None or attrs.masked_rows == "mean"):
         return out
     return torch.where(merged.amax(-1, keepdim=True) == -math.inf, math.nan, out)
+
+
+def with_positive_scale(x: Operands, attrs: AttentionAttrs) -> tuple[Operands, AttentionAttrs]:
+    """The same scores of the negative query: PyTorch's CPU kernel hides keys before it scales, and gives NaN (2.13)."""
+    if attrs.scale is None or attrs.scale >= 0:
+        return x, attrs
+    return Operands(**{**x.given(), "query": -x.query}), replace(attrs, scale=-attrs.scale)
+
+
+def shown_keys(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
+    """The keys, zero where a mask of keys hides them: what is added to NaN is NaN."""
+    if x.mask is None or not (attrs.selects_masked and attrs.masks_keys):
+        return x.key
+    return x.key.masked_fill(torch.logical_not(x.mask.transpose(-2, -1)), 0.0)
 
 
 def _over(
