@@ -1,4 +1,4 @@
-"""Attention in training whose rows may lose every key: PyTorch's fused backward where it is right, blocks where it is not."""
+"""Attention in training whose rows may lose every key: PyTorch's fused backward where it is right, tiles where it is not."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
+from backends import Rewriting, Traced
 from torch import Tensor
 
-from backends import Rewriting, Traced
 from lz_compile.lowering.attention_attributes import AttentionAttrs
-from lz_compile.lowering.kernels.attention import fused_training, token_major
+from lz_compile.lowering.kernels.attention import fused_training, tiled
 from lz_compile.lowering.ops.attention import Operands, reference
 
 LOCK = {"attention": "lz.fused_training"}
@@ -71,21 +71,20 @@ def test_a_model_trains_as_eager_whether_rows_lose_every_key_or_not(source, hidd
 
 
 @pytest.mark.parametrize("is_empty", [False, True])
-def test_blocks_are_asked_only_where_a_row_is_masked(is_empty, monkeypatch):
-    asked = []
-    monkeypatch.setattr(token_major, "by_blocks", lambda x, attrs: asked.append(1) or token_major.reference(x, attrs))
+def test_only_rows_that_are_masked_are_computed_by_tiles(is_empty, monkeypatch):
+    asked, gradients = [], tiled.gradients
+    monkeypatch.setattr(tiled, "gradients", lambda *given: asked.append(given[1].query.shape[1]) or gradients(*given))
     (query, key, value), kept = given(torch.float32, 7 if is_empty else 0)
     mask = kept[:, None, None, :] & torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     attrs = AttentionAttrs(has_mask=True, masked_rows="mean")
     fused_training.attention(
         Operands(query, key, value, mask=mask), attrs
     ).sum().backward()  # a gradient without strides
-    assert len(asked) == is_empty
-    if not is_empty:
-        leaves = [each.detach().double().requires_grad_() for each in (query, key, value)]
-        reference(Operands(*leaves, mask=mask), attrs).sum().backward()
-        for actual, exact in zip((query, key, value), leaves, strict=True):
-            torch.testing.assert_close(actual.grad.double(), exact.grad, atol=1e-5, rtol=1e-5)
+    assert asked == [7] * is_empty
+    leaves = [each.detach().double().requires_grad_() for each in (query, key, value)]
+    reference(Operands(*leaves, mask=mask), attrs).sum().backward()
+    for actual, exact in zip((query, key, value), leaves, strict=True):
+        torch.testing.assert_close(actual.grad.double(), exact.grad, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("most", [0.0, 100.0, -1e3, -1e9, -math.inf, math.nan])

@@ -2,7 +2,7 @@
 
 Of a row the kernel keeps one number, the logarithm of its sum of exponentials. Where all that is added to a row's scores is
 as low as a mask's fill, float32 has no digits left for that sum, and PyTorch's backward takes each weight for one. Whether
-there is such a row only the data says: the backward looks, and asks ``lz.blocked`` for the gradients if so.
+there is such a row only the data says: the backward looks, and computes these rows as ``lz.tiled`` does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from lz_compile.ground.sizes import is_one
 from lz_compile.lowering.attention_attributes import AttentionAttrs
-from lz_compile.lowering.kernel_operator import asked, kernel_operator
-from lz_compile.lowering.kernels.attention import token_major, torch_sdpa
+from lz_compile.lowering.kernel_operator import kernel_operator
+from lz_compile.lowering.kernels.attention import tiled, token_major, torch_sdpa
 from lz_compile.lowering.operands import operands
 from lz_compile.lowering.ops import attention as op
 
@@ -90,20 +90,62 @@ def _given(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
 def _gradients(gradient: torch.Tensor, x: Operands, attrs: AttentionAttrs) -> dict[str, torch.Tensor | None]:
     """Of query, key and value."""
     assert x.out is not None, "lz.fused_training is given no result"
-    if x.added is not None and not bool((x.added.amax(-1).abs() <= FURTHEST).all()):
-        return asked(sys.modules[__name__], token_major.by_blocks)(gradient, x, attrs)
-    known = token_major.turned(x, op.Operands)
+    assert x.row_sums is not None, "lz.fused_training is given no sums of rows"
     with torch.no_grad():
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *map(_in_rows, (gradient.transpose(1, 2), known.query, torch_sdpa.shown_keys(known, attrs), known.value)),
-            x.out.transpose(1, 2),
-            x.row_sums,
+        out, row_sums, known = x.out.transpose(1, 2), x.row_sums, token_major.turned(x, op.Operands)
+        lost = _lost(x.added, known.query.shape[2])
+        apart = None if lost is None else lost.nonzero()[:, 0]
+        exact = None if apart is None else _of_rows(apart, gradient, x, attrs)
+        gradient = gradient.transpose(1, 2)
+        if lost is not None:  # weights of zero, and nothing that comes from elsewhere
+            row_sums = row_sums.masked_fill(lost, math.inf)
+            gradient, out = (each.masked_fill(lost[:, None], 0.0) for each in (gradient, out))
+        of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *map(_in_rows, (gradient, known.query, torch_sdpa.shown_keys(known, attrs), known.value)),
+            out,
+            row_sums,
             0.0,
             attrs.is_causal and x.added is None,
             attn_mask=x.added,
             scale=attrs.scale,
         )
-    return {name: each.transpose(1, 2).contiguous() for name, each in zip(DIFFERENTIABLE, found, strict=True)}
+        found = dict(zip(DIFFERENTIABLE, (each.transpose(1, 2) for each in (of_query, of_key, of_value)), strict=True))
+        if exact is not None:
+            found["query"].index_copy_(1, apart, exact["query"])
+            for name in ("key", "value"):
+                found[name] += exact[name]
+    return {name: each.contiguous() for name, each in found.items()}
+
+
+def _lost(added: torch.Tensor | None, queries: int) -> torch.Tensor | None:
+    """Of which queries the backward cannot be PyTorch's in some sequence or head, ``[Sq]``; None where there is none."""
+    if added is None:
+        return None
+    is_near = (added.amax(-1).abs() <= FURTHEST).reshape(-1, added.shape[-2]).all(0)
+    return None if bool(is_near.all()) else torch.logical_not(is_near).expand(queries)
+
+
+def _of_rows(
+    apart: torch.Tensor, gradient: torch.Tensor, x: Operands, attrs: AttentionAttrs
+) -> dict[str, torch.Tensor | None]:
+    """The gradients that come from some queries, by tiles of scores."""
+    known = token_major.turned(x, op.Operands)
+    masks = {"mask": op.merged_mask(known, attrs), "bias": torch_sdpa.whole_bias(known)}
+    given = {
+        name: each if is_one(each.shape[-2]) else each.index_select(-2, apart)
+        for name, each in masks.items()
+        if each is not None
+    }
+    said = {
+        "is_causal": False,
+        "band": None,
+        "reach": None,
+        "masks_keys": False,
+        "has_slopes": False,
+        "has_documents": False,
+    }
+    rows = token_major.Operands(x.query.index_select(1, apart), x.key, x.value, **given)
+    return tiled.gradients(gradient.index_select(1, apart), rows, replace(attrs, **said, **rows.has("mask", "bias")))
 
 
 # Nothing completes a call: its backward reads what the forward kernel gave.

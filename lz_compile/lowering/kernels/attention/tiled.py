@@ -47,7 +47,7 @@ def _tiled(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     return result
 
 
-def _gradients(gradient: torch.Tensor, x: Operands, attrs: AttentionAttrs) -> dict[str, torch.Tensor | None]:
+def gradients(gradient: torch.Tensor, x: Operands, attrs: AttentionAttrs) -> dict[str, torch.Tensor | None]:
     """Of query, key, value, bias, sinks and slopes."""
     with torch.no_grad():
         problem = Problem(x, attrs)
@@ -136,5 +136,5 @@ def _reduce(target: torch.Tensor, part: torch.Tensor) -> None:
 
 # Nothing completes a call: its backward computes again what this one drops.
 _operator = token_major.through(
-    kernel_operator("tiled_attention", token_major, _tiled, backward=_gradients, has_fallback=False)
+    kernel_operator("tiled_attention", token_major, _tiled, backward=gradients, has_fallback=False)
 )

@@ -39,14 +39,7 @@ class Operands(canonical.Operands):
 
 def reference(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     """What completes a call in which a kernel fails."""
-    return _canonically(by_pytorch, x, attrs)
-
-
-def by_blocks(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
-    """Attention over tokens, ``[B, S, H, D]``, by blocks of queries."""
-    from lz_compile.lowering.kernels.attention import blocked
-
-    return _canonically(blocked.attention, x, attrs)
+    return by_pytorch(turned(x, canonical.Operands), attrs).transpose(1, 2)
 
 
 def by_pytorch(x: canonical.Operands, attrs: AttentionAttrs) -> torch.Tensor:
@@ -66,12 +59,6 @@ def through(kernel: Kernel, kind: type[Operands] = Operands) -> Callable[..., An
         return found
 
     return attention
-
-
-def _canonically(kernel: Kernel, x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
-    """A canonical kernel as one over tokens."""
-    found: torch.Tensor = kernel(turned(x, canonical.Operands), attrs).transpose(1, 2)
-    return found
 
 
 def turned(x: canonical.Operands, kind: Any, **further: Any) -> Any:

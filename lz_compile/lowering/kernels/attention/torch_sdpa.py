@@ -52,10 +52,7 @@ def through(sdpa: Sdpa, x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     """The same by ``sdpa``."""
     assert (x.fill, x.sinks) == (None, None), "SDPA is given fills or sinks"
     x, attrs = with_positive_scale(x, attrs)
-    query, mask, bias = x.query, x.mask, x.bias
-    if x.slopes is not None:
-        linear = x.slopes * distances(query, x.key, torch.promote_types(query.dtype, torch.float32))
-        bias = linear if bias is None else bias + linear
+    query, mask, bias = x.query, x.mask, whole_bias(x)
     key = shown_keys(x, attrs)
     is_plain = attrs.is_causal and not x.drops_scores and bias is None  # SDPA takes a mask or causality
     if not is_plain:
@@ -71,6 +68,14 @@ def through(sdpa: Sdpa, x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     if attrs.bias_is_finite and (mask is None or attrs.masked_rows == "mean"):
         return out
     return torch.where(merged.amax(-1, keepdim=True) == -math.inf, math.nan, out)
+
+
+def whole_bias(x: Operands) -> torch.Tensor | None:
+    """The bias, and what is linear in the distance."""
+    if x.slopes is None:
+        return x.bias
+    linear = x.slopes * distances(x.query, x.key, torch.promote_types(x.query.dtype, torch.float32))
+    return linear if x.bias is None else x.bias + linear
 
 
 def with_positive_scale(x: Operands, attrs: AttentionAttrs) -> tuple[Operands, AttentionAttrs]:
