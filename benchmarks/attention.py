@@ -7,6 +7,7 @@ Forms, over 8 heads of 64 by default:
 - ``full``: no mask;
 - ``window``: causal, and of the keys before only the last 256;
 - ``padding``: causal, and the last tenth of each sequence is padding, which an input of shape ``[B, T]`` says;
+- ``left padding``: the same of the first tenth, whose rows see no key at all;
 - ``prefix``: causal, and everyone sees the first quarter;
 - ``documents``: causal within documents (eight of equal length), which an input of shape ``[B, T]`` names;
 - ``alibi``: causal, with a bias that is linear in the distance;
@@ -34,7 +35,7 @@ from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.measure.estimate import INDUCTOR as LEFT_TO_INDUCTOR
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
-FORMS = ("causal", "bias", "full", "window", "padding", "prefix", "documents", "alibi", "decode")
+FORMS = ("causal", "bias", "full", "window", "padding", "left padding", "prefix", "documents", "alibi", "decode")
 WINDOW, DOCUMENTS = 256, 8
 
 
@@ -105,6 +106,7 @@ FUNCTIONS: dict[str, Function] = {
     "causal": causal_attention,
     "window": window_attention,
     "padding": padded_attention,
+    "left padding": padded_attention,
     "prefix": prefix_attention,
     "documents": document_attention,
     "alibi": alibi_attention,
@@ -139,6 +141,8 @@ class Case:
         tokens = torch.arange(self.length, device=settings.device).expand(settings.batch, -1)
         if self.form == "padding":
             return [tokens < self.length - self.length // 10]
+        if self.form == "left padding":
+            return [tokens >= self.length // 10]
         if self.form == "documents":
             return [tokens // max(self.length // DOCUMENTS, 1)]
         heads = torch.arange(1, settings.heads + 1, device=settings.device)
