@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -137,6 +138,22 @@ def test_attention_computes_its_definition(is_fused, mask, causal, kv_heads, req
 def test_attention_is_causal_unless_told_otherwise():
     given = operands(queries=7, keys=7)
     torch.testing.assert_close(lz.attention(*given), F.scaled_dot_product_attention(*given, is_causal=True))
+
+
+@pytest.mark.parametrize(
+    "way", [lambda call: call, torch.vmap, partial(torch.compile, backend="eager"), torch.no_grad()]
+)
+@pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
+def test_a_scale_may_be_negative(layout, way):
+    given = operands()
+    call = lambda *each: lz.attention(*each, scale=-0.3, layout=layout)  # noqa: E731  # which is causal
+    turned = [each.transpose(1, 2) if layout == "BSHD" else each for each in given]
+    if way is torch.vmap:
+        result = way(call)(*(each[None] for each in turned))[0]
+    else:
+        result = way(call)(*turned)
+    want = expected(*given, scale=-0.3)
+    torch.testing.assert_close(result, want.transpose(1, 2) if layout == "BSHD" else want, rtol=1e-4, atol=1e-5)
 
 
 def test_scale_and_value_dim_are_taken_as_given(fused):

@@ -260,6 +260,12 @@ def test_float16_products_beyond_its_range_are_scaled_into_it(kernel: str) -> No
 
 
 @for_every_kernel_in_every_dtype
+def test_a_scale_may_be_negative_under_a_causal_mask(kernel: str, dtype: torch.dtype) -> None:
+    attrs = AttentionAttrs(scale=-0.5, is_causal=True, score_dtype=torch.promote_types(torch.float32, dtype))
+    _runs_right(kernel, Case(queries=9, keys=9, attrs=attrs), dtype)
+
+
+@for_every_kernel_in_every_dtype
 def test_one_query_of_nan_leaves_the_other_rows_alone(kernel: str, dtype: torch.dtype) -> None:
     operands = _operands(Case(keys=20), dtype)
     clean = KERNELS[kernel].call(Operands(**operands), AttentionAttrs())

@@ -116,6 +116,10 @@ def test_each_document_attends_to_itself(dtype, band):
     assert_right(tensors, ids([15, 15, 15]), attrs)
 
 
+def test_a_scale_may_be_negative():
+    assert_right(operands(30), ids([20, 10]), replace(CAUSAL, scale=-0.7))
+
+
 @pytest.mark.parametrize("attrs", [CAUSAL, WINDOW, DOCUMENTS], ids=["causal", "window", "documents"])
 def test_query_heads_may_share_keys_and_values_may_have_a_size_of_their_own(attrs):
     grouped = replace(attrs, enable_gqa=True, scale=0.3)

@@ -130,22 +130,16 @@ def _of_rows(
 ) -> dict[str, torch.Tensor | None]:
     """The gradients that come from some queries, by tiles of scores."""
     known = token_major.turned(x, op.Operands)
-    masks = {"mask": op.merged_mask(known, attrs), "bias": torch_sdpa.whole_bias(known)}
-    given = {
-        name: each if is_one(each.shape[-2]) else each.index_select(-2, apart)
-        for name, each in masks.items()
-        if each is not None
-    }
-    said = {
-        "is_causal": False,
-        "band": None,
-        "reach": None,
-        "masks_keys": False,
-        "has_slopes": False,
-        "has_documents": False,
-    }
-    rows = token_major.Operands(x.query.index_select(1, apart), x.key, x.value, **given)
-    return tiled.gradients(gradient.index_select(1, apart), rows, replace(attrs, **said, **rows.has("mask", "bias")))
+    mask, bias = (
+        each if each is None or is_one(each.shape[-2]) else each.index_select(-2, apart)
+        for each in (op.merged_mask(known, attrs), torch_sdpa.whole_bias(known))
+    )
+    rows = token_major.Operands(x.query.index_select(1, apart), x.key, x.value, mask=mask, bias=bias)
+    said = replace(
+        attrs, is_causal=False, band=None, reach=None, masks_keys=False, has_slopes=False, has_documents=False
+    )
+    said = replace(said, has_mask=mask is not None, has_bias=bias is not None)
+    return tiled.gradients(gradient.index_select(1, apart), rows, said)
 
 
 # Nothing completes a call: its backward reads what the forward kernel gave.

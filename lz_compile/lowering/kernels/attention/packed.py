@@ -37,7 +37,7 @@ def attention(x: op.Operands, attrs: AttentionAttrs) -> torch.Tensor:
     """Attention in the op's canonical layout (see ``lowering/ops/attention.py``): documents, and a band within them."""
     assert set(x.given()) == _TAKES, "lz.packed is given other operands than documents"
     assert (attrs.dropout_p, attrs.softcap) == (0, None), "lz.packed is asked for dropout or capped scores"
-    found: torch.Tensor = _operator(x, attrs)
+    found: torch.Tensor = _operator(*torch_sdpa.with_positive_scale(x, attrs))
     return found
 
 
