@@ -54,6 +54,7 @@ def trained(function, leaves, kept):
     return out.detach(), *torch.autograd.grad(out, leaves, weight)
 
 
+@pytest.mark.filterwarnings("error")  # as of operators that return what they are given
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hidden", [0, 7, LENGTH])
 @pytest.mark.parametrize("source", [added, filled, grouped])

@@ -92,17 +92,15 @@ def _gradients(gradient: torch.Tensor, x: Operands, attrs: AttentionAttrs) -> di
     assert x.out is not None, "lz.fused_training is given no result"
     assert x.row_sums is not None, "lz.fused_training is given no sums of rows"
     with torch.no_grad():
-        out, row_sums, known = x.out.transpose(1, 2), x.row_sums, token_major.turned(x, op.Operands)
+        row_sums, known = x.row_sums, token_major.turned(x, op.Operands)
         lost = _lost(x.added, known.query.shape[2])
         apart = None if lost is None else lost.nonzero()[:, 0]
         exact = None if apart is None else _of_rows(apart, gradient, x, attrs)
-        gradient = gradient.transpose(1, 2)
-        if lost is not None:  # weights of zero, and nothing that comes from elsewhere
+        if lost is not None:  # its weights become zero
             row_sums = row_sums.masked_fill(lost, math.inf)
-            gradient, out = (each.masked_fill(lost[:, None], 0.0) for each in (gradient, out))
         of_query, of_key, of_value = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *map(_in_rows, (gradient, known.query, torch_sdpa.shown_keys(known, attrs), known.value)),
-            out,
+            *map(_in_rows, (gradient.transpose(1, 2), known.query, torch_sdpa.shown_keys(known, attrs), known.value)),
+            x.out.transpose(1, 2),
             row_sums,
             0.0,
             attrs.is_causal and x.added is None,
@@ -135,9 +133,7 @@ def _of_rows(
         for each in (op.merged_mask(known, attrs), torch_sdpa.whole_bias(known))
     )
     rows = token_major.Operands(x.query.index_select(1, apart), x.key, x.value, mask=mask, bias=bias)
-    said = replace(
-        attrs, is_causal=False, band=None, reach=None, masks_keys=False, has_slopes=False, has_documents=False
-    )
+    said = replace(attrs, is_causal=False, band=None, reach=None, has_slopes=False, has_documents=False)
     said = replace(said, has_mask=mask is not None, has_bias=bias is not None)
     return tiled.gradients(gradient.index_select(1, apart), rows, said)
 
