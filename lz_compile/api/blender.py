@@ -21,6 +21,7 @@ from lz_compile.api.blend_telemetry import FIGURES, MODES, BlendTelemetry, Reade
 from lz_compile.api.blending import (
     BlenderConfig,
     BlendMode,
+    Gates,
     Rails,
     Scalar,
     capped,
@@ -150,7 +151,7 @@ class Blender(nn.Module):
                 logits = seed
             else:
                 gate, learned = self._gate_of_drift(seed)
-        mode, alpha = fitted(seed, self.alpha, mode, dim, logits=logits, gate=gate, gate_logits=gate_logits)
+        mode, alpha = fitted(seed, self.alpha, mode, dim, Gates(logits, gate, gate_logits))
         if mode is BlendMode.SOFT_GATE:
             assert gate_logits is not None, "a soft gate that fits has logits"
             return self._softly(host, seed, gate_logits)

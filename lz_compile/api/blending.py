@@ -127,7 +127,7 @@ def blend(
     mode = config.mode if mode is None else mode
     if mode is BlendMode.CONFIDENCE and logits is None and seed.dim() == 2:
         logits = seed
-    mode, alpha = fitted(seed, alpha, mode, config.channel_dim, logits=logits, gate=gate, gate_logits=gate_logits)
+    mode, alpha = fitted(seed, alpha, mode, config.channel_dim, Gates(logits, gate, gate_logits))
     if mode is BlendMode.SOFT_GATE:
         assert gate_logits is not None, "a soft gate that fits has logits"
         return _soft(host, seed, gate_logits)
@@ -138,18 +138,19 @@ def blend(
     return mix(host, seed, weigh(seed.shape, alpha, mode, rails, gate), mode, config.channel_dim)
 
 
+class Gates(NamedTuple):
+    """What gates are made of, as :func:`blend` takes it."""
+
+    logits: torch.Tensor | None
+    gate: torch.Tensor | None
+    gate_logits: torch.Tensor | None
+
+
 def fitted(
-    seed: torch.Tensor,
-    alpha: torch.Tensor,
-    mode: BlendMode,
-    channel_dim: int = 1,
-    *,
-    logits: torch.Tensor | None = None,
-    gate: torch.Tensor | None = None,
-    gate_logits: torch.Tensor | None = None,
+    seed: torch.Tensor, alpha: torch.Tensor, mode: BlendMode, channel_dim: int, gates: Gates
 ) -> tuple[BlendMode, torch.Tensor]:
     """The mode and alpha that are used: those that are asked for, or CONVEX and a mean alpha where these do not fit."""
-    misfit = _misfit(mode, seed, alpha, logits, gate, gate_logits, channel_dim)
+    misfit = _misfit(seed, alpha, mode, channel_dim, gates)
     if misfit is None:
         return mode, alpha
     _note("BLEND_FELL_BACK", f"lz.blend: {mode.name} falls back to CONVEX: {misfit}")
@@ -286,16 +287,9 @@ def _check(host: Any, seed: Any, alpha: Any, mode: Any, config: Any, logits: Any
     given.tensor("gate_logits", gate_logits, optional=True)
 
 
-def _misfit(
-    mode: BlendMode,
-    seed: torch.Tensor,
-    alpha: torch.Tensor,
-    logits: torch.Tensor | None,
-    gate: torch.Tensor | None,
-    gate_logits: torch.Tensor | None,
-    channel_dim: int,
-) -> str | None:
+def _misfit(seed: torch.Tensor, alpha: torch.Tensor, mode: BlendMode, channel_dim: int, gates: Gates) -> str | None:
     """Why a mode cannot be had with these tensors; None where it can."""
+    logits, gate, gate_logits = gates
     has_channels = -seed.dim() <= channel_dim < seed.dim()
     rows = seed.shape[:1]
     problem = None

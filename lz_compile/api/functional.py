@@ -238,7 +238,8 @@ def mlp_fused(
 
     **Source** Shazeer, *GLU Variants Improve Transformer*, 2020.
     """
-    _check_mlp(input, gate_weight, up_weight, down_weight, activation, gate_bias, up_bias, down_bias)
+    weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
+    _check_mlp(input, activation, weights, {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias})
     if not torch.compiler.is_dynamo_compiling() and _rows_have_own_bits():
         _tell_dependent("lz.mlp_fused in code that is not compiled")
     function = ACTIVATIONS[activation]
@@ -337,20 +338,16 @@ def _check_embedding(input: Any, weight: Any, padding_idx: Any) -> None:
 
 
 @remembered
-def _check_mlp(
-    input: Any, gate: Any, up: Any, down: Any, activation: Any, gate_bias: Any, up_bias: Any, down_bias: Any
-) -> None:
+def _check_mlp(input: Any, activation: Any, weights: dict[str, Any], biases: dict[str, Any]) -> None:
     given = Arguments("mlp_fused")
     given.one_of("activation", activation, list(ACTIVATIONS))
     given.tensor("input", input, "... I")
-    given.tensor("gate_weight", gate, "H I")
-    given.tensor("up_weight", up, "H I", optional=True)
-    given.tensor("down_weight", down, "O H")
-    given.tensor("gate_bias", gate_bias, "H", optional=True)
-    given.tensor("up_bias", up_bias, "H", optional=True)
-    given.tensor("down_bias", down_bias, "O", optional=True)
-    if up is None and up_bias is not None:
+    for (name, weight), shape in zip(weights.items(), ("H I", "H I", "O H"), strict=True):
+        given.tensor(name, weight, shape, optional=name == "up_weight")
+    for (name, bias), shape in zip(biases.items(), "HHO", strict=True):
+        given.tensor(name, bias, shape, optional=True)
+    if weights["up_weight"] is None and biases["up_bias"] is not None:
         raise given.wrong("up_bias", "with up_weight", "it alone", "Leave it out")
     if not is_autocast(input):
-        given.equal_dtypes("input", input, gate_weight=gate, up_weight=up, down_weight=down)
-        given.equal_dtypes("input", input, gate_bias=gate_bias, up_bias=up_bias, down_bias=down_bias)
+        given.equal_dtypes("input", input, **weights)
+        given.equal_dtypes("input", input, **biases)

@@ -80,7 +80,8 @@ def solve(
         SolveError: the buckets, positions or examples do not fit each other, or the model does not run at some size.
         OptionError: ``tune`` or one of the options is not valid.
     """
-    _check_kinds(model, shape_buckets, dims, inputs, model_id, budget_s, compile_jit)
+    _check_kinds(model, shape_buckets, dims, inputs)
+    _check_options(model_id, budget_s, compile_jit)
     made = _made(shape_buckets, (example_inputs, kwargs), dims, inputs)
     ours, rest = split({"layerzero.tune": tune, **named_options(options)})
     start, device = time.perf_counter(), torch.device("cpu")
@@ -228,15 +229,14 @@ def _tensors(given: Any) -> list[torch.Tensor]:
 # ---- inputs -------------------------------------------------------------------------------------------------------------
 
 
-def _check_kinds(
-    model: object,
-    shape_buckets: object,
-    dims: object,
-    inputs: object,
-    model_id: object,
-    budget_s: object,
-    compile_jit: object,
-) -> None:
+def _check_options(model_id: object, budget_s: object, compile_jit: object) -> None:
+    arguments = Arguments("solve")
+    arguments.instance("model_id", model_id, str, "as text", optional=True)
+    arguments.number("budget_s", budget_s, optional=True)
+    arguments.flag("compile_jit", compile_jit)
+
+
+def _check_kinds(model: object, shape_buckets: object, dims: object, inputs: object) -> None:
     arguments = Arguments("solve")
     arguments.instance("model", model, Callable, "as a module or a function")
     arguments.instance("shape_buckets", shape_buckets, Mapping, "as sizes by name, {'seq_len': [128, 512]}")
@@ -245,9 +245,6 @@ def _check_kinds(
         arguments.instance("dims", name, str, "as positions by name, {'seq_len': 1}")
         arguments.number(f"dims[{name!r}]", position, whole=True)
     arguments.instance("inputs", inputs, Callable, "as a function of a bucket", optional=True)
-    arguments.instance("model_id", model_id, str, "as text", optional=True)
-    arguments.number("budget_s", budget_s, optional=True)
-    arguments.flag("compile_jit", compile_jit)
 
 
 def _made(

@@ -28,7 +28,7 @@ from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, where_of
 from lz_compile.passes.graph.view import EMITTED, reached, tensor_of, value_of
 from lz_compile.passes.inlining.attention_calls import BODIES, CALLED, REFUSED
-from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise
+from lz_compile.passes.proof.agreement import TOLERANCE, Special, doubled, elementwise
 from lz_compile.passes.rewriting.builder import GraphBuilder
 from lz_compile.passes.rewriting.rewrite import RewriteError, laid_out
 
@@ -210,7 +210,7 @@ def _difference(target: Any, structure: Structure, ambient: Ambient, outside: Ou
             truth = _run(target, exact)
             for given, modes in ((exact, ()), (sample, (outside, ambient))):
                 base, spelled = _run(target, given, *modes), _run(BODIES[target], given, *modes)
-                error, _, is_near = elementwise(truth, base, spelled, TOLERANCE[base.dtype], False, True, False)
+                error, _, is_near = elementwise(truth, base, spelled, TOLERANCE[base.dtype], Special(False, True))
                 if not is_near.all():
                     rows = f"{'with' if masks_rows else 'without'} fully masked rows"
                     return f"the output in {base.dtype} is off by {error:.2g}, {rows}"

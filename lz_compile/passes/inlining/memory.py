@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -26,6 +26,9 @@ _RESHAPES = frozenset("view reshape flatten unflatten ravel unsqueeze squeeze vi
 _TURNS = frozenset("transpose t mT T permute".split())
 #: Writes after which a tensor is something else than numbers of the same place.
 _ODD = RESHAPERS | {"requires_grad", "detach", "rename"}
+
+#: The tensor of which another is a slice along one dimension, which dimension, where, and whether the other one lacks it.
+Cut: TypeAlias = "tuple[View, int, slice, bool]"
 
 
 @dataclass(eq=False)
@@ -57,8 +60,8 @@ class View:
         """The same without what holds several pieces, as ``chunk`` does."""
         return [each for each in self.above() if tensor_of(each.made) is not None]
 
-    def cut(self) -> tuple[View, int, slice, bool] | None:
-        """The tensor of which this is a slice along one dimension, that, where, and whether the dimension is dropped."""
+    def cut(self) -> Cut | None:
+        """Where this is a slice along one dimension."""
         whole = next((each for each in self.tensors() if each is not self), None)
         own, other = tensor_of(self.made), None if whole is None else tensor_of(whole.made)
         if whole is None or own is None or other is None or own.dtype != other.dtype:

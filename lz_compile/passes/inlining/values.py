@@ -28,7 +28,7 @@ from lz_compile.passes.graph.gradients import is_made_attached
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import is_floating, known_tensor, memory_of, read, tensor_of
 from lz_compile.passes.graph.writes import ACTIVATIONS, NEW
-from lz_compile.passes.inlining.memory import Memories, View, undone
+from lz_compile.passes.inlining.memory import Cut, Memories, View, undone
 from lz_compile.passes.inlining.out_of_place import forgets, forms
 from lz_compile.passes.loops.roll.piece_values import piece_value
 from lz_compile.passes.loops.roll.piece_writes import is_overwritten, store_pieces
@@ -236,7 +236,7 @@ class _Stage:
             return None
         dim, places, drops = found
         piece = slice(places.start, places.stop, places.step)
-        return self._put(node, view, dim, piece, drops, node.args[2], is_piece=is_piece)
+        return self._put(node, (view, dim, piece, drops), node.args[2], is_piece=is_piece)
 
     def _joined(self, node: fx.Node, view: View, whole: View, value: fx.Node) -> fx.Node | None:
         """What ``whole`` is with a value in the place of a view of it, which may be a piece of a piece."""
@@ -247,16 +247,15 @@ class _Stage:
             elif cut is None or not self._is_cut_rarely(cut[0]):
                 return None
             else:
-                view, put = cut[0], self._put(node, *cut, value, is_piece=cut[0] is not whole)
+                view, put = cut[0], self._put(node, cut, value, is_piece=cut[0] is not whole)
                 if put is None:
                     return None
                 value = put
         return value if self._lies_alike(value, known_tensor(whole.made), node, whole) else None
 
-    def _put(
-        self, node: fx.Node, view: View, dim: int, cut: slice, drops: bool, value: fx.Node, *, is_piece: bool
-    ) -> fx.Node | None:
-        """A tensor with a value in the place of a slice along one dimension, which it ``drops`` or has."""
+    def _put(self, node: fx.Node, place: Cut, value: fx.Node, *, is_piece: bool) -> fx.Node | None:
+        """A tensor with a value in the place of a slice along one dimension, which it drops or has."""
+        view, dim, cut, drops = place
         old, new, emit = known_tensor(view.made), tensor_of(value), self._emitter(node)
         size, shape = shape_of(old)[dim], [*shape_of(old)]
         shape[dim : dim + 1] = [] if drops else [len(range(cut.start, cut.stop, cut.step))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,21 +19,28 @@ TOLERANCE: Mapping[torch.dtype, float] = {
 SLACK = 4
 
 
-def elementwise(
-    truth: torch.Tensor,
-    given: torch.Tensor,
-    ours: torch.Tensor,
-    tolerance: float,
-    may_overflow: bool,
-    keeps_nan: bool,
-    is_poisoned: bool,
-) -> tuple[float, float, torch.Tensor]:
-    """Largest error of ours and of the original against float64, and where ours is acceptable.
+class Special(NamedTuple):
+    """What infinities and NaN come of.
 
     Where the original overflows (``may_overflow``: nothing but overflow makes infinities or NaN here), ours may be finite.
     Where it does not, ours is NaN where the original is, even if float64 is not (``keeps_nan``), and the NaN of what
     ``is_poisoned`` stays, unless everything is NaN.
     """
+
+    may_overflow: bool
+    keeps_nan: bool
+    is_poisoned: bool = False
+
+
+def elementwise(
+    truth: torch.Tensor,
+    given: torch.Tensor,
+    ours: torch.Tensor,
+    tolerance: float,
+    special: Special,
+) -> tuple[float, float, torch.Tensor]:
+    """Largest error of ours and of the original against float64, and where ours is acceptable."""
+    may_overflow, keeps_nan, is_poisoned = special
     is_counted = not given.dtype.is_floating_point and not given.is_complex()
     truth, given, ours = truth.double(), given.double(), ours.double()
     source_error = 0.0 if is_counted else _finite_max((given - truth).abs())

@@ -23,7 +23,7 @@ from lz_compile.ground.isolation import Outside, isolated
 from lz_compile.ground.records import Reason, first_line
 from lz_compile.ground.store import Store
 from lz_compile.lowering import ops
-from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise, is_same
+from lz_compile.passes.proof.agreement import TOLERANCE, Special, doubled, elementwise, is_same
 from lz_compile.passes.proof.cases import ProofRun, gradients_of, lies_in, run_kernel
 from lz_compile.passes.proof.validate import Validation, recalled
 
@@ -134,7 +134,7 @@ def _difference(truth: torch.Tensor, given: torch.Tensor, ours: torch.Tensor) ->
     zero = torch.zeros((), device=truth.device)
     truth, given, ours = (torch.where(known, each, zero.to(each.dtype)) for each in (truth, given, ours))
     tolerance = TOLERANCE.get(given.dtype, 0.0)
-    error, source_error, is_near = elementwise(truth, given, ours, tolerance, True, True, False)
+    error, source_error, is_near = elementwise(truth, given, ours, tolerance, Special(True, True))
     if bool(is_near.all()):
         return ""
     wrong, undefined = int((~is_near).sum()), int((~is_near & ~ours.isfinite()).sum())

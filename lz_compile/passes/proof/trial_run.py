@@ -65,7 +65,7 @@ def random_inputs(
         NotRunnableError: one is no strided tensor on a device that is there, or of a size that nobody knows.
     """
     made = Inputs()
-    draw = partial(_random, torch.Generator().manual_seed(seed), positive, below, scale)
+    draw = _Draw(torch.Generator().manual_seed(seed), positive, below, scale)
     memories: dict[int, list[torch.Tensor]] = {}
     examples = {node: _example(node) for node in nodes}
     for value in pytree.tree_leaves(list(examples.values())):
@@ -112,7 +112,7 @@ def _number(value: Any) -> Any:
 
 def _realised(
     shared: Sequence[torch.Tensor],
-    draw: Callable[[int, torch.dtype, torch.device], torch.Tensor],
+    draw: _Draw,
     made: Inputs,
     doubled: bool,
     with_grad: bool,
@@ -152,31 +152,32 @@ def _extent(size: Sequence[int], stride: Sequence[int], offset: int) -> int:
     return offset + 1 + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
 
 
-def _random(
-    generator: torch.Generator,
-    positive: bool,
-    below: int,
-    scale: Callable[[int], float] | None,
-    count: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """That many numbers; of very many, the same ones again and again."""
-    if device.type == "meta":
-        raise NotRunnableError("a tensor has no memory")
-    drawn = min(count, _MOST_DRAWN)
-    if dtype == torch.bool or not (dtype.is_floating_point or dtype.is_complex):
-        value = torch.randint(0, 2 if dtype == torch.bool else below, (drawn,), generator=generator)
-    elif dtype.is_complex:
-        value = torch.randn(drawn, generator=generator, dtype=dtype)
-    else:
-        wide = torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
-        value = torch.randn(drawn, generator=generator, dtype=wide)
-        value = value.abs().clamp(0.1, 1.0) if positive else value
-    if scale is not None and (dtype.is_floating_point or dtype.is_complex):
-        value = value * scale(count)  # before they are stored: nothing multiplies eight bits
-    value = value.to(device, dtype)
-    return value if drawn == count else value.repeat(-(-count // drawn))[:count].clone()
+@dataclass(frozen=True)
+class _Draw:
+    """Random numbers, as `random_inputs` is asked for them."""
+
+    generator: torch.Generator
+    positive: bool
+    below: int
+    scale: Callable[[int], float] | None
+
+    def __call__(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """That many numbers; of very many, the same ones again and again."""
+        if device.type == "meta":
+            raise NotRunnableError("a tensor has no memory")
+        drawn = min(count, _MOST_DRAWN)
+        if dtype == torch.bool or not (dtype.is_floating_point or dtype.is_complex):
+            value = torch.randint(0, 2 if dtype == torch.bool else self.below, (drawn,), generator=self.generator)
+        elif dtype.is_complex:
+            value = torch.randn(drawn, generator=self.generator, dtype=dtype)
+        else:
+            wide = torch.float32 if dtype.itemsize == 1 else torch.promote_types(dtype, torch.float32)
+            value = torch.randn(drawn, generator=self.generator, dtype=wide)
+            value = value.abs().clamp(0.1, 1.0) if self.positive else value
+        if self.scale is not None and (dtype.is_floating_point or dtype.is_complex):
+            value = value * self.scale(count)  # before they are stored: nothing multiplies eight bits
+        value = value.to(device, dtype)
+        return value if drawn == count else value.repeat(-(-count // drawn))[:count].clone()
 
 
 @dataclass

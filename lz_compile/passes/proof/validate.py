@@ -29,7 +29,7 @@ from lz_compile.passes.graph.gradients import has_gradient
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.snapshot import described
 from lz_compile.passes.graph.view import tensor_of
-from lz_compile.passes.proof.agreement import TOLERANCE, doubled, elementwise
+from lz_compile.passes.proof.agreement import TOLERANCE, Special, doubled, elementwise
 from lz_compile.passes.proof.cases import Case, cases, inputs_of, run_kernel, some_axes
 from lz_compile.passes.proof.cases import run as run_side
 from lz_compile.passes.proof.resize import resized, shape, whole
@@ -256,8 +256,8 @@ def _compared(
         output = outputs[index] if index < len(outputs) else None
         slack = TOLERANCE.get(base.dtype if output is None else output.dtype, 0.0) * grown
         # A lowest number that is added to float16 scores may overflow by rounding; one that is filled in does not.
-        flags = not case.masked_rows, not is_filled, case.is_poisoned
-        error, source_error, is_near = elementwise(expected, base, actual, slack, *flags)
+        special = Special(not case.masked_rows, not is_filled, case.is_poisoned)
+        error, source_error, is_near = elementwise(expected, base, actual, slack, special)
         if output is not None:
             errors = max(verdict.error, error), max(verdict.source_error, source_error)
             verdict = replace(verdict, error=errors[0], source_error=errors[1])
@@ -265,8 +265,8 @@ def _compared(
             verdict = replace(verdict, grad_error=max(verdict.grad_error or 0.0, error))
         if not bool(is_near.all()):
             told = f"off by {error:.3g} where the source is off by {source_error:.3g}"
-            special = _special(base[~is_near], actual[~is_near])
-            return replace(verdict, ok=False, reason=f"{name} with {case.name}: {special or told}")
+            apart = _special(base[~is_near], actual[~is_near])
+            return replace(verdict, ok=False, reason=f"{name} with {case.name}: {apart or told}")
     return verdict
 
 

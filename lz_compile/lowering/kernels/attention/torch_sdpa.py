@@ -60,7 +60,7 @@ def through(sdpa: Sdpa, x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     if _rows_overlap(query):  # PyTorch's CPU kernel then leaves part of the result uninitialised
         query = query.contiguous()
     merged = _merge(mask, bias, attrs, query)
-    out = _over(sdpa, query, key, x.value, merged, attrs, is_plain)
+    out = _over(sdpa, Operands(query, key, x.value), merged, attrs, is_plain)
     if merged is None or attrs.masked_rows == "zero" or (bias is None and attrs.masked_rows == "mean"):
         return out
     if bias is None:
@@ -92,15 +92,7 @@ def shown_keys(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
     return x.key.masked_fill(torch.logical_not(x.mask.transpose(-2, -1)), 0.0)
 
 
-def _over(
-    sdpa: Sdpa,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    merged: torch.Tensor | None,
-    attrs: AttentionAttrs,
-    is_causal: bool,
-) -> torch.Tensor:
+def _over(sdpa: Sdpa, x: Operands, merged: torch.Tensor | None, attrs: AttentionAttrs, is_causal: bool) -> torch.Tensor:
     """``sdpa`` under a merged mask. Beside the CPU, its rows are made whole and dense, and operands as wide as what is added.
 
     That is a tenth as fast, so that a sum of terms is rounded where the source rounds it with the scores. Fused kernels for
@@ -108,7 +100,7 @@ def _over(
     them refuse, and cuDNN's reads it as if it were narrow. They multiply scores by log2(e), so that the lowest number
     becomes minus infinity, and a row of nothing else zero instead of the mean (PyTorch 2.11 on an H100).
     """
-    dtype = query.dtype
+    query, key, value, dtype = x.query, x.key, x.value, x.query.dtype
     if merged is not None and query.device.type not in _TAKES_ANY_MASK:
         if is_one(merged.shape[-1]):
             merged = merged.expand(*merged.shape[:-1], key.shape[-2])
