@@ -548,6 +548,22 @@ def test_rows_that_mask_everything_stay_nan_with_an_infinite_fill() -> None:
     assert not got[:, :, 4].isnan().any()
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_any_number_of_masks_may_drop_beside_one_that_keeps(count: int) -> None:
+    """Their product is factored, and of an odd number -1 is a factor that is no mask."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, *drops: Tensor) -> Tensor:
+        scores = torch.where(keep, q @ k.mT * 0.25, FLOAT32_MIN)
+        for drop in drops:
+            scores = scores.masked_fill(drop, FLOAT32_MIN)
+        return scores.softmax(-1) @ v
+
+    drops = [torch.rand(shape) < 0.2 for shape in ((2, 1, 19, 23), (2, 1, 1, 23), (1, 1, 19, 23))[:count]]
+    inputs = *qkv(), torch.rand(2, 1, 19, 23) < 0.8, *drops
+    got = rewritten(attention, *inputs, lock={"attention": "lz.blocked"})
+    torch.testing.assert_close(got, attention(*inputs), atol=1e-5, rtol=1e-5)
+
+
 KEPT = torch.rand(2, 1, 19, 23, generator=torch.Generator().manual_seed(0)) < 0.6
 KEPT[..., 0] = True
 KEPT[:, :, 3] = False

@@ -232,9 +232,9 @@ class AttentionEmitter(TableEmitter):
     def _mask(self, builder: Builder, groups: tuple[tuple[Axis, ...], ...]) -> Any:
         parts = []
         for factor in sympy.Mul.make_args(self.keep):
-            flag = next(iter(factor.free_symbols))
-            value = self._flag(builder, flag, groups)
-            parts.append(value if factor == flag else torch.logical_not(value))
+            for flag in factor.free_symbols:  # of an odd number of masks that drop, -1 is a factor, too
+                value = self._flag(builder, flag, groups)
+                parts.append(value if factor == flag else torch.logical_not(value))
         mask = parts[0]
         for part in parts[1:]:
             mask = torch.logical_and(mask, part)
