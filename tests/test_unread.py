@@ -192,7 +192,7 @@ UNREAD: dict[Callable[..., Tensor], str] = {
     _both_mixed: "[HEADS_MIXED] the scores of different heads",
     _norms_of_differences: "[SCORES_ARE_DISTANCES] the scores are distances between queries and keys",
     _scores_of_another_graph: "[SCORES_FROM_OUTSIDE] the scores are an input of this graph",
-    _keys_normalised: "[FEATURES_NORMALISED] the softmax is of an input itself",
+    _keys_normalised: "[FEATURES_NORMALISED] the softmax is of features themselves",
     _clamped_beside_a_projected_bias: "[SCORES_NOT_READ] the scores pass through clamp",
     _no_values: "[NO_VALUES] the probabilities meet no values",
 }
@@ -258,6 +258,38 @@ def test_queries_and_keys_that_are_normalised_are_no_scores() -> None:
     backend, (q, k, v) = Rewriting(strict=True), operands()
     torch.compile(lambda q, k, v: q.softmax(-1) @ (k.softmax(-2).mT @ v), backend=backend)(q, k, v)
     assert [miss.reason.code for miss in backend.report.near_misses] == ["FEATURES_NORMALISED"] * 2
+
+
+@pytest.mark.parametrize("softmaxes", [1, 2])
+def test_features_of_one_projection_that_are_normalised_are_no_scores(softmaxes: int) -> None:
+    """As in CoaT and in the U-Nets of diffusion models; a softmax that weighs values for good is none of them."""
+
+    def linear(x: Tensor) -> Tensor:
+        q, k, v = F.linear(x, weight).view(2, 19, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        return (q.softmax(-1) if softmaxes == 2 else q) @ (k.softmax(-2).mT @ v)
+
+    def pooled(x: Tensor) -> Tensor:
+        _, k, v = F.linear(x, weight).view(2, 19, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        return F.linear(k.softmax(-2).mT @ v, weight[:, :8])
+
+    weight, x = nn.Parameter(torch.randn(96, 32)), torch.randn(2, 19, 32)
+    for function, told in ((linear, ["FEATURES_NORMALISED"] * softmaxes), (pooled, [])):
+        backend = Rewriting(strict=True)
+        torch.testing.assert_close(torch.compile(function, backend=backend)(x), function(x))
+        assert [miss.reason.code for miss in backend.report.near_misses] == told
+
+
+def test_probabilities_of_learned_queries_that_are_mixed_are_told() -> None:
+    """As of agents that gather tokens; the softmax runs over tokens, so that it is no router's."""
+
+    def agents(k: Tensor, v: Tensor) -> Tensor:
+        return torch.einsum("bhqk,gh->bgqk", (learned @ k.mT).softmax(-1), mixer) @ v
+
+    learned, mixer = nn.Parameter(torch.randn(4, 5, 8)), nn.Parameter(torch.randn(4, 4))
+    backend = Rewriting(strict=True)
+    k, v = torch.randn(2, 2, 4, 23, 8)
+    torch.testing.assert_close(torch.compile(agents, backend=backend)(k, v), agents(k, v))
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["HEADS_MIXED"]
 
 
 class Router(nn.Module):

@@ -20,6 +20,7 @@ from torch import fx
 from lz_compile.ground.records import Reason
 from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.attention import scores
+from lz_compile.passes.attention.linear import normalises_features
 from lz_compile.passes.attention.scores import FAR, is_product, is_weight, mixed_scores, path_to, scores_behind
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
@@ -65,7 +66,7 @@ _FROM_OUTSIDE = (
 _FEATURES = (
     Reason(
         "FEATURES_NORMALISED",
-        "the softmax is of an input itself, as of queries and keys in linear attention: no scores are normalised",
+        "the softmax is of features themselves, as of queries and keys in linear attention: no scores are normalised",
     ),
     "weigh the values by softmax(query @ key^T) where attention is meant; linear attention stays with Inductor",
 )
@@ -181,9 +182,10 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
     if inner is not None:
         if any(is_weight(factor.node) for factor in (inner.query, inner.key)):
             is_mixed = after is not None and _answer(mixed_scores, region, inner, keys)
-            if is_mixed or after is None or before is None:
+            if is_mixed or after is None or (before is None and is_weight(inner.key.node)):
                 return mixed_refusal("scores") if is_mixed else None
-            return _through(effects, "scores", before)  # what was read is a bias that a weight makes, not the scores
+            if before is not None:
+                return _through(effects, "scores", before)  # what was read is a bias that a weight makes
         other = _answer(_other_factor, region, after[-1], call.node) if after else None
         if other is not None:
             return mixed_refusal("probabilities") if is_weight(other) else _MULTIPLIED
@@ -198,9 +200,10 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
     if after is None:
         return _PLACE_BY_PLACE if before is not None and _weighs_by_place(effects, call, before) else None
     if before is None:
-        if not _answer(_is_from_outside, region, call, after[-1]):
-            return None
-        return _FEATURES if keys != dims[-1] or _answer(_weighs_a_sum, region, after[-1]) else _FROM_OUTSIDE
+        if _answer(normalises_features, region, call.node, after[-1]):
+            return _FEATURES
+        is_outside = _answer(_is_from_outside, region, call, after[-1])
+        return None if not is_outside else _FROM_OUTSIDE if keys == dims[-1] else _FEATURES
     if refused is None and is_distance(effects, before[-1]):
         return _DISTANCES
     return refused or _large(region) or _through(effects, "scores", before)
@@ -299,14 +302,6 @@ def _is_from_outside(region: Region, call: Call, product: fx.Node) -> bool:
         bool(set(axes_of(weights.dims)) - {*atoms(outer.summed), *axes_of(values.dims)})
         and all(node.op == "placeholder" for node in sources)
         and any(_is_whole(node, call.node) and not is_weight(node) for node in sources)
-    )
-
-
-def _weighs_a_sum(region: Region, product: fx.Node) -> bool:
-    """Whether one factor of a product is a sum of values that a softmax weighs: keys and values of all positions."""
-    return any(
-        is_product(region, factor) and any(region.reaches(each, _NORMALISED, factor) for each in factor.all_input_nodes)
-        for factor in product.all_input_nodes
     )
 
 
