@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from backends import Rewriting, Traced
 from torch import Tensor, fx
@@ -113,3 +116,19 @@ def test_gradients_reach_a_scan_that_stays_however_they_lie() -> None:
         assert [each.stride() for each in both[0]] == [each.stride() for each in both[1]]
         gradients = [torch.autograd.grad(sum(each.square().sum() for each in one), given) for one in both]
         torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize("same", [lambda o, x: o.to(x), lambda o, _: o.contiguous(), lambda o, _: o.float()])
+def test_a_store_that_was_cast_to_what_it_is_is_the_tensor_itself(same: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """As in the reference of gated delta rules, whose results are kept in `torch.zeros(...).to(v)`; either name reads them."""
+
+    def kept(x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        made = torch.zeros(2, 20, 3)
+        found = same(made, x)
+        for t in range(x.shape[1]):
+            state = 0.5 * state + x[:, t]
+            found[:, t] = state
+        return found * 2, made
+
+    backend = run(kept, torch.randn(2, 20, 3), torch.randn(2, 3))
+    assert [match.kernel for match in backend.report.matches] == ["lz.rolled_scan"], backend.why_not()

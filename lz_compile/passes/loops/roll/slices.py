@@ -14,12 +14,16 @@ from typing import Any
 
 from torch import fx
 
+from lz_compile.passes.formula.expressions import CASTS
 from lz_compile.passes.formula.layout import WHOLE, Resolve, index_of, places_of
 from lz_compile.passes.graph.effects import RESHAPERS, Effects
 from lz_compile.passes.graph.gradients import differentiated
 from lz_compile.passes.graph.refusal import told
 from lz_compile.passes.graph.view import Call, memory_of, read, tensor_of
 from lz_compile.passes.loops.roll.search import Program
+
+#: Calls that give their input itself, or a copy of it, whose memory is another one.
+_RETURNS_ITSELF = CASTS | {"contiguous"}
 
 
 class Versions:
@@ -95,7 +99,10 @@ class Versions:
 
     def _is_whole(self, node: fx.Node) -> bool:
         """Whether a node is the very tensor that its memory was made as."""
-        return self.effects.whole(node) is self._made.get(self._memory_id(node))
+        whole, made = self.effects.whole(node), self._made.get(self._memory_id(node))
+        while whole is not made and (call := read(whole)) is not None and call.name in _RETURNS_ITSELF:
+            whole = self.effects.whole(call.input)  # of the same memory: nothing was cast or copied
+        return whole is made
 
     def _read(self, reader: fx.Node, operand: fx.Node) -> None:
         number, position = self._memory_id(operand), self.effects.position
