@@ -263,7 +263,16 @@ def test_recurrences_in_chunks_are_named() -> None:
 
 
 @pytest.mark.parametrize(
-    "weighs", ["by decays", "by decays of some", "by truth values", "after truth values", "by a quotient", "not at all"]
+    "weighs",
+    [
+        "by decays",
+        "by decays of some",
+        "by truth values",
+        "after truth values",
+        "by a third tensor",
+        "by a quotient",
+        "not at all",
+    ],
 )
 def test_recurrences_as_products_with_all_earlier_keys_are_named(weighs: str) -> None:
     """As RetNet's parallel form, causal cosFormer, and linear attention."""
@@ -277,6 +286,9 @@ def test_recurrences_as_products_with_all_earlier_keys_are_named(weighs: str) ->
         if weighs == "by decays of some":
             steps = places[:, None] - places
             return (scores * torch.where(steps >= 0, decay[:, None, None] ** steps.clamp(min=0), 0)) @ v
+        if weighs == "by a third tensor":
+            third = (places[:, None] >= places) * 0.9 ** (places[:, None] - places)
+            return torch.einsum("bqd,bkd,qk->bqk", q * 0.5, k * 2, third) @ v
         if weighs == "by truth values":
             return (scores * (places[:, None] >= places).float()) @ v
         if weighs == "after truth values":

@@ -87,6 +87,7 @@ def _is_masked_product(node: fx.Node, effects: Effects) -> bool:
     operands = [] if product is None or rest else product.all_input_nodes
     if len(operands) < 2 or any(effects.calls.get(each) is None for each in operands):
         return False
+    weights |= set(operands) if len(operands) > 2 else set()  # an einsum weighs by its third tensor
     return is_masked or any(_has_diagonal(each, effects) for each in weights)
 
 
