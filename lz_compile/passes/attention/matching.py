@@ -15,6 +15,7 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import recogniser
 from lz_compile.passes.attention.blocks import Blocks, Missed
 from lz_compile.passes.attention.emitter import AttentionEmitter, Finish
+from lz_compile.passes.attention.lost_rows import without_lost_rows
 from lz_compile.passes.attention.near_misses import unread, without_softmax
 from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.attention.recogniser import OP, SOFTMAX, Weighing, softmaxes_behind
@@ -83,7 +84,7 @@ def _matched(read: Weighing, masks: Masks, finish: Finish) -> Match:
     """
     region = read.region
     core = find_core(region.effects, read.scores.leaf.node, read.output)
-    emitter = assign_roles(read)
+    emitter = assign_roles(without_lost_rows(read))
     window = windowed(emitter, masks)
     emitter = window or simplify(emitter, masks)
     flags = [masks.flag(leaf.node) or () for symbol, leaf in region.leaves.items() if symbol.is_integer]
