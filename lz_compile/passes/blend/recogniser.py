@@ -172,12 +172,10 @@ def _read(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Blend:
     if not form.is_soft and not is_zero(of_host - (1 if form.is_residual else 1 - of_seed)):
         raise LayoutError("the weights are along different dimensions")
     leaves = {symbols[0]: [region.leaves[symbol] for symbol in symbols] for symbols in alike}
-    tensors, records = (region.leaves[seed], region.leaves[host]), grad_enabled(effects.ambient(anchor))
-    gate, is_gated = _gate(forms, leaves, of_seed, tensors, records=records)
+    records = grad_enabled(effects.ambient(anchor))
+    gate, is_gated = _gate(forms, leaves, of_seed, (region.leaves[seed], region.leaves[host]), records=records)
     both = [(written.diff(seed), of_seed), (written.diff(host), of_host)]
-    kept = [own if sympy.expand(own) == known else known for own, known in both]
-    pairs = [(each, sympy.factor(each)) for each in kept]  # a product keeps digits, unless numbers are not whole
-    seed_weight, host_weight = (x if y.has(sympy.Float) or y.free_symbols != x.free_symbols else y for x, y in pairs)
+    seed_weight, host_weight = (own if sympy.expand(own) == known else known for own, known in both)
     is_rest = host_weight.is_Add and host_weight == 1 - seed_weight and not of_seed.as_coeff_Add()[0]  # not of 1 - a
     is_told = form.is_soft or not (form.is_residual or of_seed.is_number or is_rest)
     weights = Weights(region, seed_weight, host_weight if is_told else None, gate)
@@ -195,6 +193,7 @@ def _read(effects: Effects, forms: Forms, anchor: fx.Node, form: Form) -> Blend:
         for node, own in bounds.read.items():
             gate.region.express(node, own)
     again = frozenset(needed(repeated, edges))
+    tensors = region.leaves[seed], region.leaves[host]
     return Blend(anchor, dims, region, *tensors, weights, form, is_gated, edges, again, bool(bounds.read))
 
 
