@@ -83,6 +83,16 @@ def test_other_conditions_on_rows_are_none_of_that(spelling: str) -> None:
     assert not any(match.rewritten for match in backend.report.matches)
 
 
+def test_a_condition_that_stays_undecided_weighs_rows_as_any_other_tensor() -> None:
+    """A mask that shows every key to rows that would see none, whose results are multiplied by zero."""
+
+    def weigh(scores: Tensor, mask: Tensor) -> Tensor:
+        return _masked(scores, mask | ~mask.any(-1, keepdim=True)).softmax(-1) * mask.any(-1, keepdim=True)
+
+    backend = _read(weigh)
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+
+
 def test_a_condition_on_the_padding_says_nothing_of_what_is_causal_as_well() -> None:
     inputs, mask = _inputs()
 

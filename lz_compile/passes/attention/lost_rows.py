@@ -24,6 +24,8 @@ from lz_compile.passes.graph.refusal import MutatedError, RefusedError, told
 from lz_compile.passes.graph.view import Call, tensor_of
 from lz_compile.passes.masks import finite as masks_finite
 
+#: The code of a refusal after which masks are to be read as what they are made of; if that fails, too, as any weight of rows.
+UNDECIDED = "ROWS_CHOSEN"
 #: Some finite score, and how many of something there are where there are any.
 _SCORE, _COUNT = sympy.Symbol("score", real=True), sympy.Symbol("count", positive=True)
 _YES, _NO = sympy.S.One, sympy.S.Zero
@@ -82,7 +84,7 @@ def without_lost_rows(read: Weighing) -> Weighing:
             return replace(read, gain=kept if lost == 0 else lost, probabilities=found)
         if says is None and not read.region.expand_masks:
             text = f"rows are chosen by {told(read.region.leaves[flag].node)}"
-            raise RefusedError("ROWS_CHOSEN", text, "choose rows by whether the mask keeps any of their scores")
+            raise RefusedError(UNDECIDED, text, "choose rows by whether the mask keeps any of their scores")
     return read
 
 
