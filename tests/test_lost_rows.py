@@ -83,12 +83,18 @@ def test_other_conditions_on_rows_are_none_of_that(spelling: str) -> None:
     assert not any(match.rewritten for match in backend.report.matches)
 
 
-def test_a_condition_that_stays_undecided_weighs_rows_as_any_other_tensor() -> None:
-    """A mask that shows every key to rows that would see none, whose results are multiplied by zero."""
-
-    def weigh(scores: Tensor, mask: Tensor) -> Tensor:
-        return _masked(scores, mask | ~mask.any(-1, keepdim=True)).softmax(-1) * mask.any(-1, keepdim=True)
-
+@pytest.mark.parametrize(
+    "weigh",
+    [
+        lambda s, m: _masked(s, m | ~m.any(-1, keepdim=True)).softmax(-1) * m.any(-1, keepdim=True),
+        lambda s, m: (
+            (s + torch.zeros_like(m, dtype=s.dtype).masked_fill(~m, -1e9)).softmax(-1) * m.any(-1, keepdim=True)
+        ),
+    ],
+)
+def test_a_condition_that_stays_undecided_weighs_rows_as_any_other_tensor(
+    weigh: Callable[[Tensor, Tensor], Tensor],
+) -> None:
     backend = _read(weigh)
     assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
 

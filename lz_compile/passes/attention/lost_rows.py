@@ -72,8 +72,9 @@ def without_lost_rows(read: Weighing) -> Weighing:
     """The attention without a factor that is zero in rows that lost every score, and one in all others.
 
     Raises:
-        RefusedError: the factor may be one, which masks say only once they are read as what they are made of.
+        RefusedError: a factor may be one, which masks say only once they are read as what they are made of, if then.
     """
+    undecided = None
     for flag in indicators(read.gain):
         kept, lost = (tidy(sympy.expand(read.gain.xreplace({flag: value}))) for value in (_YES, _NO))
         if 0 not in (kept, lost):
@@ -82,9 +83,10 @@ def without_lost_rows(read: Weighing) -> Weighing:
         if says == (_YES if lost == 0 else _NO):
             found = replace(read.probabilities, is_masked_again=True)
             return replace(read, gain=kept if lost == 0 else lost, probabilities=found)
-        if says is None and not read.region.expand_masks:
-            text = f"rows are chosen by {told(read.region.leaves[flag].node)}"
-            raise RefusedError(UNDECIDED, text, "choose rows by whether the mask keeps any of their scores")
+        undecided = flag if says is None else undecided
+    if undecided is not None:
+        text = f"rows are chosen by {told(read.region.leaves[undecided].node)}"
+        raise RefusedError(UNDECIDED, text, "choose rows by whether the mask keeps any of their scores")
     return read
 
 
