@@ -27,12 +27,25 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         (t := (x := _masked(s, m)).amax(-1, True)) == INF, 0.0, (e := (x - t).exp()) / e.sum(-1, True)
     ),
 }
+#: Where a probability is no number, zero is taken.
+SPELLINGS |= {
+    name: lambda s, m, chosen=chosen: chosen(_masked(s, m).softmax(-1))
+    for name, chosen in {
+        "isnan": lambda p: p.masked_fill(p.isnan(), 0.0),
+        "isnan, zeros": lambda p: torch.where(torch.isnan(p), torch.zeros_like(p), p),
+        "unequal to itself": lambda p: torch.where(p != p, 0.0, p),  # noqa: PLR0124
+        "equal to itself": lambda p: torch.where(p == p, p, 0.0),  # noqa: PLR0124
+        "not isnan": lambda p: torch.where(~p.isnan(), p, 0.0),
+    }.items()
+}
 #: Conditions that say something else: of a mask that hides less, of more keys than one, of all keys, of all but one.
 OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "two keys": lambda s, m: torch.where(m.sum(-1, keepdim=True) > 1, _masked(s, m).softmax(-1), 0.0),
     "every key": lambda s, m: torch.where(m.all(-1, keepdim=True), _masked(s, m).softmax(-1), 0.0),
     "later keys": lambda s, m: torch.where(m[..., 1:].any(-1, keepdim=True), _masked(s, m).softmax(-1), 0.0),
     "queries": lambda s, m: torch.where(m.any(-2)[..., None], _masked(s, m).softmax(-1), 0.0),
+    "isnan, one": lambda s, m: (p := _masked(s, m).softmax(-1)).masked_fill(p.isnan(), 1.0),
+    "isnan of scores": lambda s, m: (x := _masked(s, m)).softmax(-1).masked_fill(x.isnan(), 0.0),
     "large": lambda s, m: _zeroed(_masked(s, m), lambda x: (x < 0.5).all(-1, keepdim=True)),
 }
 
