@@ -849,6 +849,15 @@ def test_the_same_tensor_may_be_query_key_and_value() -> None:
     torch.testing.assert_close(rewritten(attention, heads(2, 4, 19, 16)), attention(heads(2, 4, 19, 16)))
 
 
+def test_the_same_tensor_may_be_added_to_the_scores_as_well() -> None:
+    """No mask: where it is infinite, nothing finite is left of queries and keys."""
+
+    def attention(x: Tensor) -> Tensor:
+        return (x @ x.mT * 0.25 + x).softmax(-1) @ x
+
+    torch.testing.assert_close(rewritten(attention, heads(2, 4, 16, 16)), attention(heads(2, 4, 16, 16)))
+
+
 def test_a_lock_that_cannot_be_followed_says_so() -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (torch.tanh((q @ k.mT) * 0.25 / 30.0) * 30.0).softmax(-1) @ v

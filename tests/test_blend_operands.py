@@ -156,6 +156,10 @@ def test_no_blend_is_nan_where_its_source_is_none(mixed: str) -> None:
         lambda h, s, a, b: (1 - (1 - a) * (1 - b)) * s + (1 - a) * (1 - b) * h,
         lambda h, s, a, b: (a + b - a * b) * s.mul(1e-8) + (1 - a) * (1 - b) * h,
         lambda h, s, a, b: b * s + (1 - b) * (a * s + (1 - a) * h),
+        lambda h, s, a, b: torch.lerp(torch.lerp(h, s, a), s, b),
+        lambda h, s, a, b: torch.lerp(torch.lerp(h, s, 0.25), s, b),
+        lambda h, s, a, b: 0.3 * (1 - b) * h + (1 - 0.3 * (1 - b)) * s,
+        lambda h, s, a, b: (2 * a - a * a) * s + (1 - a) ** 2 * h,
         lambda h, s, a, b: a * b * (1 - b) * s + a * (1 - b * (1 - b)) * s + (1 - a) * h,
     ],
 )

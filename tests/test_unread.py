@@ -412,6 +412,18 @@ class Places(nn.Module):
         return x
 
 
+def test_scores_that_a_layer_makes_are_attention_whose_probabilities_are_returned() -> None:
+    """As for pooling, or for sampled values of a deformable attention: without the probabilities it is a match."""
+
+    def pooled(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        weights = F.linear(x, weight).softmax(-1)
+        return weights @ x, weights
+
+    x, weight, backend = torch.randn(3, 7, 16), nn.Parameter(torch.randn(7, 16)), Rewriting(strict=True)
+    torch.testing.assert_close(torch.compile(pooled, backend=backend, fullgraph=True)(x, weight), pooled(x, weight))
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["INTERIOR_USED"], backend.why_not()
+
+
 @pytest.mark.parametrize(
     "module", [Router, CosineRouter, AdaptedRouter, ClassHeads, Codebook, Loss, Swish, Functional, Branches, Places]
 )

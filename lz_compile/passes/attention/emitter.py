@@ -281,7 +281,8 @@ class AttentionEmitter(TableEmitter):
             for symbol, leaf in self.region.leaves_in(self.bias).items()
             if sympy.diff(self.bias, symbol).is_number and not masks_finite.is_bounded(self.region, symbol)
         }
-        biases -= set(self.implied) if self.sees_keys else set()
+        # Of what is a query, key or value as well, nothing finite is left where it is infinite.
+        biases -= {*(self.implied if self.sees_keys else ()), *operands.values()}
         found = Found(
             self.attrs,
             self._facts(core),

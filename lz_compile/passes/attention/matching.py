@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 
 from torch import fx
 
@@ -15,6 +16,7 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import recogniser
 from lz_compile.passes.attention.blocks import Blocks, Missed
 from lz_compile.passes.attention.emitter import AttentionEmitter, Finish
+from lz_compile.passes.attention.lost_rows import UNDECIDED, without_lost_rows
 from lz_compile.passes.attention.near_misses import unread, without_softmax
 from lz_compile.passes.attention.proven_masks import simplify
 from lz_compile.passes.attention.recogniser import OP, SOFTMAX, Weighing, softmaxes_behind
@@ -67,12 +69,16 @@ def _may_be_last(effects: Effects, node: fx.Node) -> bool:
 def _read(effects: Effects, node: fx.Node, masks: Masks, finish: Finish) -> Match | NearMiss | None:
     call = effects.calls[node]
     assert call is not None, "an anchor is a call"
-    found = effects.reshaped_after_read(_behind(effects, node), node)
-    if found is not None:
-        return _reshaped(effects, call, *found)
+    changed = effects.reshaped_after_read(_behind(effects, node), node)
+    if changed is not None:
+        return _reshaped(effects, call, *changed)
     if call.name == _CALL:
         return match_sdpa_call(effects, call, masks, finish)
-    return recogniser.recognise(effects, call, lambda read: _matched(read, masks, finish), masks.flag)
+    made = partial(_matched, masks=masks, finish=finish)
+    found = recogniser.recognise(effects, call, lambda read: made(without_lost_rows(read)), masks.flag)
+    if not isinstance(found, NearMiss) or found.reason.code != UNDECIDED:
+        return found
+    return recogniser.recognise(effects, call, made, masks.flag)
 
 
 def _matched(read: Weighing, masks: Masks, finish: Finish) -> Match:

@@ -149,8 +149,9 @@ class Reader(Generic[Made]):
             return None
         try:
             return self._weighed(outer, Weighing(self.region, inner, found, keys, value, output, output_dims))
-        except RefusedError:
-            if _is_layer(inner):  # a router or a classifier
+        except RefusedError as refusal:
+            is_measured = refusal.reason.code != "INTERIOR_USED" or inner.leaf.node in reached([value.node])
+            if _is_layer(inner) and is_measured:  # a router or a classifier, or its entropy
                 return None
             raise
 

@@ -330,7 +330,7 @@ def _sigmoid(expression: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
             values[sympy.exp(other)] = 1 / _EXP
         else:
             return None
-    above, below = sympy.fraction(sympy.together(_as_fractions(plain.xreplace(values))))
+    above, below = sympy.fraction(sympy.together(as_fractions(plain.xreplace(values))))
     (p0, p1), (q0, q1) = ([sympy.expand(each).coeff(_EXP, power) for power in (0, 1)] for each in (above, below))
     if any(each.has(_EXP) for each in (p0, p1, q0, q1)):
         return None
@@ -348,7 +348,7 @@ def _sigmoid(expression: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr] | None:
     return _as_floats(factor), argument - _as_floats(sympy.log(ratio))
 
 
-def _as_fractions(expression: sympy.Expr) -> sympy.Expr:
+def as_fractions(expression: sympy.Expr) -> sympy.Expr:
     """Floats as the decimal fractions that they are printed as, without a guess at simpler ones."""
     return expression.xreplace({each: sympy.Rational(repr(float(each))) for each in expression.atoms(sympy.Float)})
 

@@ -11,6 +11,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import Size, shape_of
 from lz_compile.lowering.ops.blend import SHAPES, BlendAttrs, BlendFacts, Mode, Operands
+from lz_compile.passes.blend.digits import with_all_digits
 from lz_compile.passes.blend.form import Form, Forms
 from lz_compile.passes.blend.gate import Logits
 from lz_compile.passes.blend.ranks import TriedRanks, has_ranks
@@ -115,7 +116,7 @@ def _matched(effects: Effects, blend: Blend, output: fx.Node) -> Match:
         RefusedError: someone else needs a value of it, a mode changes, or an operand is overwritten.
         LayoutError: it has another layout than kernels take, or a gradient that is each source's own.
     """
-    anchor, weights = blend.anchor, blend.weights
+    anchor, weights = blend.anchor, with_all_digits(blend)
     gate, channels = weights.gate, set[Axis]()
     if output is not anchor:
         call = effects.calls[output]

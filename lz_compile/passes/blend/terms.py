@@ -30,8 +30,7 @@ _PRODUCTS = frozenset({"mul", "div", "lerp", "addcmul"})
 #: Sums in integers, and what turns a condition into its opposite, or into numbers.
 _COUNTED = frozenset({"add", "sub", "rsub", "mul", "neg"})
 _LOGIC = frozenset({"not", "eq", "ne"})
-_MOST_TERMS, _MOST_FACTORS = 8, 5
-_MOST_NODES, _DEEPEST = 32, 16
+_MOST_TERMS, _MOST_FACTORS, _MOST_NODES, _DEEPEST = 8, 5, 32, 16
 #: Numbers that differ by less, or in later digits, are equal.
 NEAR, _DIGITS = 1e-9, 9
 
@@ -193,8 +192,7 @@ class _Expansion:
             self.depth += 1
             terms = None if first in self.cuts or call is None or self.depth > _DEEPEST else self._read(call)
             self.depth -= 1
-            self._found[node] = Terms({(first,): 1.0}) if terms is None else terms
-            found = self._found[node]
+            found = self._found[node] = Terms({(first,): 1.0}) if terms is None else terms
             if len(found) > _MOST_TERMS or any(len(factors) > _MOST_FACTORS for factors in found):
                 raise _TooLargeError
         return self._found[node]
@@ -321,6 +319,7 @@ def _where(sums: _Expansion, call: Call) -> Terms | None:
 RULES: Mapping[str, Rule] = {
     **{name: _computed(rule) for name, rule in ARITHMETIC.items()},
     "div": _div,
+    "pow": lambda sums, call: _computed(ARITHMETIC["square"])(sums, call) if call.get("exponent") == 2 else None,
     "not": lambda sums, call: _computed(LOGIC["not"])(sums, call) if is_boolean(call.input) else None,
     "eq": _compared(is_equal=True),
     "ne": _compared(is_equal=False),

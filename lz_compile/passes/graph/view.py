@@ -38,7 +38,7 @@ _PARAMETERS: Mapping[str, str] = {
     "input min max": "clamp",
     "input min": "clamp_min",
     "input max": "clamp_max",
-    "input dim keepdim": "min logsumexp amax max argmax",
+    "input dim keepdim": "min logsumexp amax amin any all count_nonzero max argmax",
     "input min_val max_val": "hardtanh",
     "input approximate": "gelu",
     "input beta threshold": "softplus",

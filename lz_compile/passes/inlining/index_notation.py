@@ -1,7 +1,8 @@
 """An ``einsum`` that sums no products, as the products or sums that it is, and joins by other names as ``cat`` or ``stack``.
 
 ``einsum("bsd,bs->bsd", x, scale)`` is ``x * scale.unsqueeze(-1)``, ``einsum("...d->...", x)`` is ``x.sum(-1)``: PyTorch
-computes the same, and whoever reads arithmetic reads it. ``hstack((x, y))`` is ``cat((x, y), 1)``.
+computes the same, and whoever reads arithmetic reads it. ``hstack((x, y))`` is ``cat((x, y), 1)``. Of probabilities, a choice
+of zero where they are NaN is ``nan_to_num``: none of them is infinite.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from torch import fx
 
 from lz_compile.ground.sizes import shape_of, strides_of
 from lz_compile.passes.editing.edit import MayEdit, anywhere
+from lz_compile.passes.formula.expressions import constant_value, is_cast
 from lz_compile.passes.formula.layout import Notation, notation
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.emitter import Emitter
@@ -22,11 +24,16 @@ from lz_compile.passes.graph.view import Call, known_tensor, read, tensor_of
 #: Joins, with the dimension along which they join tensors of how many dimensions at least; those of one less get a new one.
 _JOINS = {"vstack": (0, 2), "row_stack": (0, 2), "hstack": (1, 2), "column_stack": (1, 2), "dstack": (2, 3)}
 
+#: Choices by a condition, with the names of that, of what is chosen and of what else there is.
+_CHOICES = {"where": ("condition", "input", "other"), "masked_fill": ("mask", "value", "input")}
+
 
 def spell_out_notation(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     """Spell such calls out, in place, where they may be edited; how many there were."""
-    spelled = {"einsum", *_JOINS}
-    nodes = [call.node for node in graph.nodes if (call := read(node)) is not None and call.name in spelled]
+    calls = [call for node in graph.nodes if (call := read(node)) is not None]
+    nodes = [
+        call.node for call in calls if call.name == "einsum" or call.name in _JOINS or _without_nan(call) is not None
+    ]
     effects = Effects(graph) if nodes else None
     return sum(_spelled(node, effects, may_edit) for node in nodes if effects is not None)
 
@@ -45,7 +52,11 @@ def _spelled(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
         return False
     emit = Emitter(node.graph, old.fake_mode, ambient, node)  # type: ignore[attr-defined]
     with node.graph.inserting_before(node):
-        value = _joined(call, emit) if call.name in _JOINS else _arithmetic(call, emit)
+        chosen = _without_nan(call)
+        if chosen is not None:
+            value = None if any(map(effects.is_overwritten, chosen)) else emit.call(torch.nan_to_num, chosen[0])
+        else:
+            value = _joined(call, emit) if call.name in _JOINS else _arithmetic(call, emit)
     if value is None:
         return False
     new = known_tensor(value)
@@ -82,6 +93,37 @@ def _joined(call: Call, emit: Emitter) -> fx.Node | None:
     if len(ranks) != 1 or rank < max(least - 1, 1) or "out" in call.arguments:
         return None
     return emit.call(torch.cat if rank >= least else torch.stack, tensors, dim)
+
+
+def _without_nan(call: Call) -> tuple[fx.Node, ...] | None:
+    """Probabilities for which a choice takes zero where they are NaN, with what fills it; None for other choices."""
+    if call.name not in _CHOICES or call.is_inplace:
+        return None
+    condition, *sides = (call.get(name) for name in _CHOICES[call.name])
+    for filled, kept, where in ((*sides, True), (*sides[::-1], False)):
+        made = read(filled) if isinstance(filled, fx.Node) else None
+        value = filled if made is None else constant_value(made)
+        is_zero = isinstance(value, (int, float)) and value == 0
+        if is_zero and _is_softmax(kept) and _is_nan(condition, kept) is where:
+            return tuple(each for each in (kept, filled) if isinstance(each, fx.Node))
+    return None
+
+
+def _is_softmax(node: object) -> bool:
+    call = read(node) if isinstance(node, fx.Node) else None
+    return call is not None and (call.name == "softmax" or (is_cast(call) and _is_softmax(call.input)))
+
+
+def _is_nan(condition: object, node: fx.Node) -> bool | None:
+    """Whether a condition says where a value is NaN, or (False) where it is none; None where it says neither."""
+    call = read(condition) if isinstance(condition, fx.Node) else None
+    if call is not None and call.name == "not":
+        inner = _is_nan(call.input, node)
+        return None if inner is None else not inner
+    is_compared = call is not None and call.name in ("eq", "ne") and call.get("other") is node
+    if call is None or call.input is not node or not (is_compared or call.name == "isnan"):
+        return None
+    return call.name != "eq"
 
 
 def _placed(operand: fx.Node, names: Sequence[str], order: Sequence[str], emit: Emitter) -> fx.Node:
