@@ -74,6 +74,7 @@ def near_misses() -> dict[str, Lookalike]:
         "sigmoid_of_scores": Lookalike(
             sigmoid_of_scores, qkv, "NO_SOFTMAX] the values are weighed by a function of the scores (sigmoid)"
         ),
+        "angles_of_scores": Lookalike(angles_of_scores, qkv, "of the scores (tanh, acos)"),
         "softmax_that_may_pick_nothing": Lookalike(softmax_that_may_pick_nothing, qkv, "of the scores (exp, relu)"),
         "squares_of_scores": Lookalike(squares_of_scores, qkv, "of the scores (mul, div)"),
         "scores_through_relu": Lookalike(scores_through_relu, qkv, "SCORES_NOT_AFFINE"),
@@ -276,6 +277,11 @@ def scores_scaled_one_by_one(q: Tensor, k: Tensor, v: Tensor, scales: Tensor) ->
     for scale in scales.unbind(0):
         scores = scores + scores * scale
     return scores.softmax(-1) @ v
+
+
+def angles_of_scores(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """As YOSO weighs values."""
+    return (1 - torch.acos((query @ key.mT).tanh()) / torch.pi) ** 9 @ value
 
 
 def sigmoid_of_scores(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

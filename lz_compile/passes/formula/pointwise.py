@@ -245,10 +245,7 @@ def tensor(value: Any) -> torch.Tensor:
 
 #: What PyTorch calls functions of one value.
 FUNCTIONS: Mapping[Any, Callable[..., torch.Tensor]] = {
-    sympy.exp: torch.exp,
-    sympy.log: torch.log,
-    sympy.tanh: torch.tanh,
-    sympy.erf: torch.erf,
+    **{getattr(sympy, name): getattr(torch, name) for name in ("exp", "log", "tanh", "erf", "acos")},
     sympy.Abs: torch.abs,
 }
 _TORCH: Mapping[Any, Callable[..., torch.Tensor]] = {
@@ -348,7 +345,7 @@ BENDS: Mapping[str, Rule] = {
     **dict.fromkeys(("elu", "celu"), _elu),
     "leaky_relu": _leaky_relu,
     "threshold": applied(lambda x, floor, other: CHOICE(ABOVE(x, floor), x, other), "input", "threshold", "value"),
-    "erf": applied(sympy.erf),
+    **{name: applied(getattr(sympy, name)) for name in ("acos", "erf")},
     "erfc": applied(lambda x: 1 - sympy.erf(x)),
     "ndtr": applied(_ndtr),
     "log1p": applied(lambda x: sympy.log(1 + x)),
