@@ -39,6 +39,13 @@ def grouped(query: Tensor, key: Tensor, value: Tensor, kept: Tensor) -> Tensor:
     return (scores + (~kept[:, None, None, :]).to(scores.dtype) * -1e4).softmax(-1) @ value
 
 
+def beside_a_band(query: Tensor, key: Tensor, value: Tensor, kept: Tensor) -> Tensor:
+    """A bias that may hide every key, and causality that is no part of it."""
+    scores = query @ key.mT * query.shape[-1] ** -0.5 + (kept[:, None, None, :].to(query.dtype) - 1) * 1e4
+    drop = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+    return scores.masked_fill(drop, -math.inf).softmax(-1) @ value
+
+
 def given(dtype: torch.dtype, hidden: int) -> tuple[list[Tensor], Tensor]:
     """Query, key and value that want gradients, and the keys that are kept: of one sequence not the first ``hidden``."""
     generator = torch.Generator().manual_seed(0)
@@ -57,7 +64,7 @@ def trained(function, leaves, kept):
 @pytest.mark.filterwarnings("error")  # as of operators that return what they are given
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("hidden", [0, 7, LENGTH])
-@pytest.mark.parametrize("source", [added, filled, grouped])
+@pytest.mark.parametrize("source", [added, filled, grouped, beside_a_band])
 def test_a_model_trains_as_eager_whether_rows_lose_every_key_or_not(source, hidden, dtype):
     leaves, kept = given(dtype, hidden)
     backend = Traced(lock=LOCK)

@@ -128,9 +128,10 @@ def _of_rows(
 ) -> dict[str, torch.Tensor | None]:
     """The gradients that come from some queries, by tiles of scores."""
     known = token_major.turned(x, op.Operands)
+    mask, bias = op.merged_mask(known, attrs), torch_sdpa.whole_bias(known)
+    mask = mask if mask is None else mask[(None,) * (4 - mask.dim())]  # a band alone has no batch and no heads
     mask, bias = (
-        each if each is None or is_one(each.shape[-2]) else each.index_select(-2, apart)
-        for each in (op.merged_mask(known, attrs), torch_sdpa.whole_bias(known))
+        each if each is None or is_one(each.shape[-2]) else each.index_select(-2, apart) for each in (mask, bias)
     )
     rows = token_major.Operands(x.query.index_select(1, apart), x.key, x.value, mask=mask, bias=bias)
     said = replace(attrs, is_causal=False, band=None, reach=None, has_slopes=False, has_documents=False)
