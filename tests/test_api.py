@@ -141,15 +141,16 @@ def test_attention_is_causal_unless_told_otherwise():
 
 @pytest.mark.parametrize("way", [lambda call: call, torch.vmap])
 @pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
-def test_a_scale_may_be_negative(layout, way):
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_a_scale_may_be_zero_or_negative(scale, layout, way):
     given = operands()
-    call = lambda *each: lz.attention(*each, scale=-0.3, layout=layout)  # noqa: E731  # which is causal
+    call = lambda *each: lz.attention(*each, scale=scale, layout=layout)  # noqa: E731  # which is causal
     turned = [each.transpose(1, 2) if layout == "BSHD" else each for each in given]
     if way is torch.vmap:
         result = way(call)(*(each[None] for each in turned))[0]
     else:
         result = way(call)(*turned)
-    want = expected(*given, scale=-0.3)
+    want = expected(*given, scale=scale)
     torch.testing.assert_close(result, want.transpose(1, 2) if layout == "BSHD" else want, rtol=1e-4, atol=1e-5)
 
 

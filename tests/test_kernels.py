@@ -259,9 +259,10 @@ def test_float16_products_beyond_its_range_are_scaled_into_it(kernel: str) -> No
     torch.testing.assert_close(actual.double(), expected, rtol=4e-2, atol=4e-2)
 
 
+@pytest.mark.parametrize("scale", [-0.5, 0.0])
 @for_every_kernel_in_every_dtype
-def test_a_scale_may_be_negative_under_a_causal_mask(kernel: str, dtype: torch.dtype) -> None:
-    attrs = AttentionAttrs(scale=-0.5, is_causal=True, score_dtype=torch.promote_types(torch.float32, dtype))
+def test_a_scale_may_be_zero_or_negative_under_a_causal_mask(kernel: str, dtype: torch.dtype, scale: float) -> None:
+    attrs = AttentionAttrs(scale=scale, is_causal=True, score_dtype=torch.promote_types(torch.float32, dtype))
     _runs_right(kernel, Case(queries=9, keys=9, attrs=attrs), dtype)
 
 

@@ -116,8 +116,9 @@ def test_each_document_attends_to_itself(dtype, band):
     assert_right(tensors, ids([15, 15, 15]), attrs)
 
 
-def test_a_scale_may_be_negative():
-    assert_right(operands(30), ids([20, 10]), replace(CAUSAL, scale=-0.7))
+@pytest.mark.parametrize("scale", [-0.7, 0.0])
+def test_a_scale_may_be_zero_or_negative(scale):
+    assert_right(operands(30), ids([20, 10]), replace(CAUSAL, scale=scale))
 
 
 @pytest.mark.parametrize("attrs", [CAUSAL, WINDOW, DOCUMENTS], ids=["causal", "window", "documents"])

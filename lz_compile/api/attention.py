@@ -80,8 +80,8 @@ def _written_out(call: Call) -> torch.Tensor:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if causal and mask is not None:
         causal, mask = False, _with_causality(mask, query.shape[2], key.shape[2])
-    if causal and scale is not None and scale < 0:  # PyTorch's CPU kernel hides keys before it scales, and gives NaN
-        query, scale = -query, -scale
+    if causal and scale is not None and scale <= 0:  # PyTorch's CPU kernel hides keys before it scales, and gives NaN
+        query, scale = query * (-1.0 if scale < 0 else 0.0), -scale if scale < 0 else 1.0
     is_grouped = False
     if query.shape[1] != key.shape[1]:  # a branch: a symbolic comparison is no flag
         is_grouped = True

@@ -306,7 +306,7 @@ class _Problem:
     def _sdpa(self) -> Run:
         """What every kernel is measured against and falls back to: one call of C++ where it does without help."""
         attrs = self.attrs
-        if attrs.is_causal and (attrs.has_mask or attrs.has_bias or (attrs.scale or 0.0) < 0):
+        if attrs.is_causal and (attrs.has_mask or attrs.has_bias or (attrs.scale is not None and attrs.scale <= 0)):
             from lz_compile.lowering.kernels.attention import torch_sdpa
 
             return partial(_canonical, torch_sdpa.attention, attrs, self.mask_name)

@@ -79,10 +79,11 @@ def whole_bias(x: Operands) -> torch.Tensor | None:
 
 
 def with_positive_scale(x: Operands, attrs: AttentionAttrs) -> tuple[Operands, AttentionAttrs]:
-    """The same scores of the negative query: PyTorch's CPU kernel hides keys before it scales, and gives NaN (2.13)."""
-    if attrs.scale is None or attrs.scale >= 0:
+    """The same of the query turned, or of none: PyTorch's CPU kernel hides keys before it scales, and gives NaN (2.13)."""
+    if attrs.scale is None or attrs.scale > 0:
         return x, attrs
-    return Operands(**{**x.given(), "query": -x.query}), replace(attrs, scale=-attrs.scale)
+    query, scale = (-x.query, -attrs.scale) if attrs.scale < 0 else (x.query * 0.0, 1.0)
+    return Operands(**{**x.given(), "query": query}), replace(attrs, scale=scale)
 
 
 def shown_keys(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
