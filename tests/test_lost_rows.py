@@ -16,6 +16,7 @@ SPELLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "not any": lambda s, m: _masked(s, m).softmax(-1).masked_fill(~m.any(-1, keepdim=True), 0.0),
     "all dropped": lambda s, m: torch.where((~m).all(-1, keepdim=True), 0.0, _masked(s, m).softmax(-1)),
     "counted": lambda s, m: torch.where(m.sum(-1, keepdim=True) > 0, _masked(s, m).softmax(-1), 0.0),
+    "counted, one": lambda s, m: torch.where(m.sum(-1, keepdim=True) >= 1, _masked(s, m).softmax(-1), 0.0),
     "beside a finite fill": lambda s, m: torch.where(m.any(-1, True), s.masked_fill(~m, -1e9).softmax(-1), 0.0),
     "by scores": lambda s, m: _zeroed(_masked(s, m), lambda x: (x == INF).all(-1, keepdim=True)),
     "by scores, unsqueezed": lambda s, m: _zeroed(_masked(s, m), lambda x: (x == INF).all(-1)[..., None]),
@@ -41,6 +42,7 @@ SPELLINGS |= {
 #: Conditions that say something else: of a mask that hides less, of more keys than one, of all keys, of all but one.
 OTHERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "two keys": lambda s, m: torch.where(m.sum(-1, keepdim=True) > 1, _masked(s, m).softmax(-1), 0.0),
+    "halves": lambda s, m: torch.where((m * 0.5).sum(-1, keepdim=True) >= 1, _masked(s, m).softmax(-1), 0.0),
     "every key": lambda s, m: torch.where(m.all(-1, keepdim=True), _masked(s, m).softmax(-1), 0.0),
     "later keys": lambda s, m: torch.where(m[..., 1:].any(-1, keepdim=True), _masked(s, m).softmax(-1), 0.0),
     "queries": lambda s, m: torch.where(m.any(-2)[..., None], _masked(s, m).softmax(-1), 0.0),

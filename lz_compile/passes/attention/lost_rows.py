@@ -26,8 +26,9 @@ from lz_compile.passes.masks import finite as masks_finite
 
 #: The code of a refusal after which masks are to be read as what they are made of; if that fails, too, as any weight of rows.
 UNDECIDED = "ROWS_CHOSEN"
-#: Some finite score, and how many of something there are where there are any.
-_SCORE, _COUNT = sympy.Symbol("score", real=True), sympy.Symbol("count", positive=True)
+#: Some finite score, and how many of something, or how much, there are where there are any.
+_SCORE, _AMOUNT = sympy.Symbol("score", real=True), sympy.Symbol("amount", positive=True)
+_COUNT = sympy.Symbol("count", positive=True, integer=True)
 _YES, _NO = sympy.S.One, sympy.S.Zero
 #: A row that lost every score first, and rows that did not.
 _ROWS: tuple[tuple[int, ...], ...] = ((0,), (0, 1), (1,))
@@ -42,7 +43,8 @@ def _truth(holds: Any) -> sympy.Expr:
 def _counted(values: list[sympy.Expr]) -> sympy.Expr:
     if not all(value.is_nonnegative for value in values):
         raise LayoutError("a sum of more than truth values")
-    return _COUNT if any(value != 0 for value in values) else _NO
+    some = _COUNT if all(value.is_integer for value in values) else _AMOUNT
+    return some if any(value != 0 for value in values) else _NO
 
 
 _REDUCED: Mapping[str, Callable[[list[sympy.Expr]], sympy.Expr]] = {
