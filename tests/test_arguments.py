@@ -302,6 +302,19 @@ def test_what_passed_is_not_looked_at_again() -> None:
     assert seen == [1.0, *[1.0] * 6, 2.0, 2.0]
 
 
+def test_what_passed_as_an_mlp_is_not_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is handed to a remembered check is a tensor or can be hashed: it would run at every call without a word."""
+    seen: list[str] = []
+    told = Arguments.tensor
+    monkeypatch.setattr(Arguments, "tensor", lambda *given, **named: (seen.append(given[1]), told(*given, **named))[1])
+    operands = _draw(2, 31), _draw(37, 31), _draw(37, 31), _draw(31, 37)
+    lz.mlp_fused(*operands)
+    assert "down_weight" in seen
+    seen.clear()
+    lz.mlp_fused(*operands)
+    assert "down_weight" not in seen
+
+
 #: Calls that decoding makes at every token, and the operations and Python calls that each may take: by half more than it does.
 DECODING = {
     "kda of a step": (6, 100),

@@ -238,8 +238,7 @@ def mlp_fused(
 
     **Source** Shazeer, *GLU Variants Improve Transformer*, 2020.
     """
-    weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
-    _check_mlp(input, activation, weights, {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias})
+    _check_mlp(activation, input, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
     if not torch.compiler.is_dynamo_compiling() and _rows_have_own_bits():
         _tell_dependent("lz.mlp_fused in code that is not compiled")
     function = ACTIVATIONS[activation]
@@ -337,17 +336,26 @@ def _check_embedding(input: Any, weight: Any, padding_idx: Any) -> None:
     given.number("padding_idx", padding_idx, -rows, rows - 1, whole=True, optional=True)
 
 
+#: The tensors of an MLP, in the order of a call, with their dimensions.
+_MLP = {
+    "input": "... I",
+    "gate_weight": "H I",
+    "up_weight": "H I",
+    "down_weight": "O H",
+    "gate_bias": "H",
+    "up_bias": "H",
+    "down_bias": "O",
+}
+
+
 @remembered
-def _check_mlp(input: Any, activation: Any, weights: dict[str, Any], biases: dict[str, Any]) -> None:
-    given = Arguments("mlp_fused")
+def _check_mlp(activation: Any, *tensors: Any) -> None:
+    given, named = Arguments("mlp_fused"), dict(zip(_MLP, tensors, strict=True))
     given.one_of("activation", activation, list(ACTIVATIONS))
-    given.tensor("input", input, "... I")
-    for (name, weight), shape in zip(weights.items(), ("H I", "H I", "O H"), strict=True):
-        given.tensor(name, weight, shape, optional=name == "up_weight")
-    for (name, bias), shape in zip(biases.items(), "HHO", strict=True):
-        given.tensor(name, bias, shape, optional=True)
-    if weights["up_weight"] is None and biases["up_bias"] is not None:
+    for name, dims in _MLP.items():
+        given.tensor(name, named[name], dims, optional=name in ("up_weight", "gate_bias", "up_bias", "down_bias"))
+    if named["up_weight"] is None and named["up_bias"] is not None:
         raise given.wrong("up_bias", "with up_weight", "it alone", "Leave it out")
+    input = named.pop("input")
     if not is_autocast(input):
-        given.equal_dtypes("input", input, **weights)
-        given.equal_dtypes("input", input, **biases)
+        given.equal_dtypes("input", input, **named)
