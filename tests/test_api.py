@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -139,7 +140,7 @@ def test_attention_is_causal_unless_told_otherwise():
     torch.testing.assert_close(lz.attention(*given), F.scaled_dot_product_attention(*given, is_causal=True))
 
 
-@pytest.mark.parametrize("way", [lambda call: call, torch.vmap])
+@pytest.mark.parametrize("way", [lambda call: call, torch.vmap, partial(torch.compile, backend="eager")])
 @pytest.mark.parametrize("layout", ["BHSD", "BSHD"])
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_a_scale_may_be_zero_or_negative(scale, layout, way):

@@ -114,6 +114,25 @@ def test_gradients_are_right_however_far_from_zero_all_is_that_is_added(most):
         torch.testing.assert_close(actual.double(), expected.double(), atol=2e-4, rtol=1e-4, equal_nan=True)
 
 
+@pytest.mark.parametrize("hidden", [7, LENGTH])
+def test_keys_of_nan_that_a_mask_hides_have_gradients_of_zero_as_their_values(hidden):
+    """That of a query is a sum of zero times them, and NaN in the source."""
+    (query, key, value), kept = given(torch.float32, hidden)
+    attrs = AttentionAttrs(has_mask=True, masked_rows="mean", selects_masked=True, masks_keys=True)
+    with torch.no_grad():
+        key[~kept.unsqueeze(1).expand(key.shape[:3])] = math.nan
+
+    def gradients(call, dtype):
+        leaves = [each.detach().to(dtype).requires_grad_() for each in (query, key, value)]
+        out = call(Operands(*leaves, mask=kept[:, None, None]), attrs)
+        return torch.autograd.grad(out, leaves[1:], torch.linspace(-1, 1, out.numel(), dtype=dtype).view(out.shape))
+
+    exact = gradients(reference, torch.float64)
+    for actual, expected in zip(gradients(fused_training.attention, torch.float32), exact, strict=True):
+        assert not expected.isnan().any()
+        torch.testing.assert_close(actual.double(), expected, atol=1e-5, rtol=1e-5)
+
+
 def test_it_is_no_candidate_where_no_row_can_lose_its_keys():
     leaves, kept = given(torch.float32, 0)
     backend = Rewriting(lock=LOCK)

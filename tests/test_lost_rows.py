@@ -140,3 +140,16 @@ def test_biases_that_hide_a_whole_row_are_asked_as_masks_are() -> None:
     found = torch.compile(attention, backend=backend, fullgraph=True)(*inputs, mask)
     torch.testing.assert_close(found, attention(*inputs, mask), rtol=1e-9, atol=1e-10)
     assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+
+
+def test_zeros_that_are_written_to_before_they_are_chosen_are_none() -> None:
+    inputs, mask = _inputs()
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, given: Tensor) -> Tensor:
+        weights, zeros = _masked(q @ k.mT, given).softmax(-1), torch.zeros(2, 2, 6, 6, dtype=q.dtype)
+        is_lost = weights.isnan()
+        zeros.add_(1.0)
+        return torch.where(is_lost, zeros, weights) @ v
+
+    found = torch.compile(attention, backend=Rewriting(lock={"attention": "lz.blocked"}), fullgraph=True)(*inputs, mask)
+    torch.testing.assert_close(found, attention(*inputs, mask), rtol=1e-9, atol=1e-10)

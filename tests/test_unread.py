@@ -272,8 +272,12 @@ def test_features_of_one_projection_that_are_normalised_are_no_scores(softmaxes:
         _, k, v = F.linear(x, weight).view(2, 19, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
         return F.linear(k.softmax(-2).mT @ v, weight[:, :8])
 
+    def mixed(x: Tensor) -> Tensor:
+        _, k, v = F.linear(x, weight).view(2, 19, 3, 4, 8).permute(2, 0, 3, 1, 4).unbind(0)
+        return weight[:5, :8] @ (k.softmax(-2).mT @ v)
+
     weight, x = nn.Parameter(torch.randn(96, 32)), torch.randn(2, 19, 32)
-    for function, told in ((linear, ["FEATURES_NORMALISED"] * softmaxes), (pooled, [])):
+    for function, told in ((linear, ["FEATURES_NORMALISED"] * softmaxes), (pooled, []), (mixed, [])):
         backend = Rewriting(strict=True)
         torch.testing.assert_close(torch.compile(function, backend=backend)(x), function(x))
         assert [miss.reason.code for miss in backend.report.near_misses] == told
