@@ -128,7 +128,6 @@ def from_operands(x: Operands, sizes: Mapping[str, int], **given: Any) -> tuple[
     told: dict[str, Any] = {
         **x.has("mask", "bias", "sinks", "slopes"),
         "has_documents": x.query_documents is not None,
-        "bias_can_mask": x.bias is not None and x.query.device.type == "cpu",  # whose SDPA has wrong gradients there
         "enable_gqa": True if heads != kv_heads else False,  # noqa: SIM210  # a branch, for Dynamo's bool() stays a symbol
     }
     told |= {} if x.fill is None else {"masked_rows": "fill"}
