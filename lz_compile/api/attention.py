@@ -12,6 +12,7 @@ from lz_compile.api import eager
 from lz_compile.api.arguments import PLAIN
 from lz_compile.api.attention_arguments import Call, check
 from lz_compile.ground.isolation import is_autocast
+from lz_compile.lowering.ops.attention import positive
 
 Layout = Literal["BHSD", "BSHD"]
 
@@ -80,8 +81,8 @@ def _written_out(call: Call) -> torch.Tensor:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
     if causal and mask is not None:
         causal, mask = False, _with_causality(mask, query.shape[2], key.shape[2])
-    if causal and scale is not None and scale <= 0:  # PyTorch's CPU kernel hides keys before it scales, and gives NaN
-        query, scale = query * (-1.0 if scale < 0 else 0.0), -scale if scale < 0 else 1.0
+    if causal and scale is not None and scale <= 0:
+        query, scale = positive(query, scale)
     is_grouped = False
     if query.shape[1] != key.shape[1]:  # a branch: a symbolic comparison is no flag
         is_grouped = True

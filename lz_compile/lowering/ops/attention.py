@@ -206,6 +206,14 @@ def _of_head(x: Operands, row: int, head: int, group: int) -> Operands:
     return Operands(**{name: shared[name] if name in shared else part(each) for name, each in x.given().items()})
 
 
+def positive(query: torch.Tensor, scale: float) -> tuple[torch.Tensor, float]:
+    """A query and a scale above zero for a scale that is not: the query turned, or none.
+
+    PyTorch's CPU kernel hides what causality excludes before it scales, and gives NaN below and at zero (2.13).
+    """
+    return (-query, -scale) if scale < 0 else (query * 0.0, 1.0)
+
+
 def distances(query: torch.Tensor, key: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Key position minus query position, ``[Sq, Sk]``."""
     rows = query.new_ones((query.shape[2], 1), dtype=dtype).cumsum(0)

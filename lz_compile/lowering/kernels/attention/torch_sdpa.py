@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from lz_compile.ground.sizes import is_one
 from lz_compile.lowering.attention_attributes import AttentionAttrs
-from lz_compile.lowering.ops.attention import Operands, distances, merged_mask
+from lz_compile.lowering.ops.attention import Operands, distances, merged_mask, positive
 
 #: Computes what SDPA does: over operands with at most one of a mask and a bias, attributes, and whether it is causal.
 Sdpa: TypeAlias = Callable[[Operands, AttentionAttrs, bool], torch.Tensor]
@@ -79,10 +79,10 @@ def whole_bias(x: Operands) -> torch.Tensor | None:
 
 
 def with_positive_scale(x: Operands, attrs: AttentionAttrs) -> tuple[Operands, AttentionAttrs]:
-    """The same of the query turned, or of none: PyTorch's CPU kernel hides keys before it scales, and gives NaN (2.13)."""
+    """The same scores under a scale above zero (see ``positive``)."""
     if attrs.scale is None or attrs.scale > 0:
         return x, attrs
-    query, scale = (-x.query, -attrs.scale) if attrs.scale < 0 else (x.query * 0.0, 1.0)
+    query, scale = positive(x.query, attrs.scale)
     return Operands(**{**x.given(), "query": query}), replace(attrs, scale=scale)
 
 
