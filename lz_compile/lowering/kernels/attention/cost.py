@@ -25,8 +25,8 @@ _FEW = 4
 _FUSED_BLOCK = 512
 #: Operators of no size that a call of PyTorch's kernel takes as long as: it is dispatched twice, and allocates more.
 _FUSED_CALLS = 8
-#: The same of the operators that see to rows whose every key is masked, one forward and one backward.
-_ROW_CALLS = 60
+#: The same of the operators that see to rows whose every key is masked, one forward and one backward (a Xeon with AMX).
+_ROW_CALLS = 200
 #: What PyTorch's kernel takes for one query where the heads of a token lie next to each other, as projections leave them.
 _INTERLEAVED = 1.25
 #: What products in 16 bits take more for an element of keys and values that lie so, in softmaxed scores (an EPYC).
