@@ -169,13 +169,13 @@ def test_of_what_no_size_tells_nothing_is_stated(feature: str) -> None:
 
 
 def test_rates_are_those_measured_and_geometric_between() -> None:
-    rates = Rates({"product": [(64, 4.0), (1024, 1.0)], "fresh": [(1, 3.0)]})
+    rates = Rates({"product": [(64, 4.0), (1024, 1.0), (4096, 0.25)], "fresh": [(1, 3.0)]})
 
     def at(size: float) -> float:
         return rates.us(Work({"product": 2.0}, {"product": size}))["product"]
 
-    assert [at(16), at(64), at(1024), at(1 << 20)] == [8.0, 8.0, 2.0, 2.0]
-    assert at(256) == pytest.approx(2 * math.sqrt(4.0))
+    assert [at(0), at(16), at(64), at(1024), at(4096), at(1 << 20)] == [8.0, 8.0, 8.0, 2.0, 0.5, 0.5]
+    assert [at(256), at(2048)] == pytest.approx([2 * math.sqrt(4.0), 1.0])
     assert rates.us(Work({"fresh": 5.0})) == {"fresh": 15.0}
 
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass
 from functools import cache, partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -35,8 +36,8 @@ from lz_compile.runtime.problem.context import SelectionContext, name_of
 
 #: What two estimates may differ by without one being faster: the model's own error.
 NOISE = 0.15
-#: Rows, and keys, between which rates are interpolated.
-_ROWS, _KEYS = (64, 512), (256, 4096)
+#: Rows, and keys, between which rates are interpolated; PyTorch's fused backward takes larger blocks from 768 rows on.
+_ROWS, _KEYS, _MANY_ROWS = (64, 512), (256, 4096), 1024
 _HEADS, _DIM, _GROUP = 8, 64, 4
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LEAST_S = 1e-3
@@ -79,11 +80,11 @@ class Rates:
     def _rate(self, kind: Kind, size: float) -> float:
         """That at a size: geometrically between those that were measured, the nearest beyond them."""
         points = self.by_kind["fresh" if kind == "unheld" else kind]
-        (low, first), (high, last) = points[0], points[-1]
-        if len(points) == 1 or size <= low:
-            return first
-        share = min(math.log(size / low) / math.log(high / low), 1.0)
-        return float(first * (last / first) ** share)
+        for (low, first), (high, last) in pairwise(points):
+            if size < high:
+                share = math.log(max(size, low) / low) / math.log(high / low)
+                return float(first * (last / first) ** share)
+        return points[-1][1]
 
 
 def parts(kernel_id: str, context: SelectionContext, sizes: Mapping[str, int]) -> Mapping[str, float] | None:
@@ -225,6 +226,7 @@ def _pass(dtype: torch.dtype) -> dict[str, list[tuple[float, float]]]:
     for rows in _ROWS:
         for kind, rate in _at_rows(dtype, rows).items():
             found.setdefault(kind, []).append((rows, rate))
+    found["fused_training"].append((_MANY_ROWS, _fused_training(_operands(dtype, _MANY_ROWS, _MANY_ROWS))))
     for keys in _KEYS:
         for kind, rate in _of_one_row(dtype, keys).items():
             found.setdefault(kind, []).append((keys, rate))
@@ -235,22 +237,30 @@ def _pass(dtype: torch.dtype) -> dict[str, list[tuple[float, float]]]:
 
 def _at_rows(dtype: torch.dtype, rows: int) -> dict[Kind, float]:
     operands, own_dtype = _operands(dtype, rows, rows), product_dtype(dtype)
-    flops = 4.0 * _HEADS * rows * rows * _DIM
+    flops = _flops(rows)
     products = own = _products(*operands)
     if own_dtype != dtype:
         own = _products(*_operands(own_dtype, rows, rows))
     scores = torch.full((_HEADS, rows, rows), 0.1, dtype=dtype)
     softmax = _us(partial(torch.softmax, dim=-1, out=torch.empty_like(scores)), scores)
     forward = _us(_attention, *operands)
-    leaves = [each.requires_grad_() for each in operands]
-    both = _us(lambda: torch.autograd.grad(_attention(*leaves).sum(), leaves), is_warm=True)
     return {
         "product": products / flops,
         "own_product": own / flops,
         "pointwise": softmax / scores.numel(),
         "fused": forward / flops,
-        "fused_training": both / flops,
+        "fused_training": _fused_training(operands),
     }
+
+
+def _flops(rows: int) -> float:
+    return 4.0 * _HEADS * rows * rows * _DIM
+
+
+def _fused_training(operands: list[torch.Tensor]) -> float:
+    leaves = [each.requires_grad_() for each in operands]
+    both = _us(lambda: torch.autograd.grad(_attention(*leaves).sum(), leaves), is_warm=True)
+    return both / _flops(leaves[0].shape[-2])
 
 
 def _products(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> float:
