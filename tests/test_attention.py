@@ -527,6 +527,25 @@ def test_dropout_in_training_is_an_attribute_and_has_the_right_mean() -> None:
     assert abs(rewritten(attention, *inputs, lock={"attention": "lz.blocked"}).mean() - 1) < 0.05
 
 
+@pytest.mark.parametrize("is_call", [False, True])
+def test_what_is_to_draw_as_uncompiled_code_does_is_left_as_it_is(is_call: bool) -> None:
+    """Inductor's ``fallback_random``, by which compiled training is compared with eager's."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if is_call:
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=0.25)
+        return F.dropout((q @ k.mT * 0.25).softmax(-1), 0.25, training=True) @ v
+
+    options = {"fallback_random": True, "layerzero.lock": {"attention": "lz.blocked"}}
+    outcomes = []
+    for function in (attention, torch.compile(attention, backend="layerzero", options=options)):
+        torch.manual_seed(0)
+        outcomes.append(function(*heads(3, 1, 2, 40, 16)))
+    torch.testing.assert_close(*outcomes)
+    (match,) = lz_compile.reports()[-1].matches
+    assert "lz.blocked does not take uncompiled random numbers (fallback_random)" in " ".join(map(str, match.reasons))
+
+
 def test_a_mask_that_is_only_ever_added_is_used_as_it_is() -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
         return (q @ k.mT * 0.25 + mask).softmax(-1) @ v

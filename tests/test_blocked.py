@@ -10,9 +10,10 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lz_compile import reports
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
-from lz_compile.lowering.kernels.attention import blocked, capping
+from lz_compile.lowering.kernels.attention import blocked, capping, dropping
 from lz_compile.lowering.ops.attention import Operands, reference
 
 
@@ -175,3 +176,90 @@ def test_weights_are_summed_as_they_are_multiplied_so_that_none_lie_in_memory_tw
     )
     wide = reference(Operands(*(each.double() for each in x.flat()[:3])), AttentionAttrs(score_dtype=torch.float64))
     torch.testing.assert_close(found.double(), wide, rtol=0, atol=2 * torch.finfo(dtype).eps)
+
+
+# ---- dropout ---------------------------------------------------------------------------------------------------------
+
+
+def kept(sizes: tuple[int, int, int, int], dropout_p: float = 0.1) -> torch.Tensor:
+    return dropping.dropped(torch.ones(sizes), *dropping.words(torch.empty(0), sizes), dropout_p)
+
+
+def normal(*factors: torch.Tensor) -> float:
+    """How many standard deviations the mean of a product of standardised numbers is from zero."""
+    product = math.prod(factors[1:], start=factors[0])
+    return abs(product.mean().item()) * product.numel() ** 0.5
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 1e-3, 0.1, 0.5, 0.999, 1.0])
+def test_dropout_drops_its_share_and_keeps_the_mean(dropout_p: float) -> None:
+    noise = kept((2, 3, 50, 700), dropout_p).double()
+    deviation = math.sqrt(dropout_p * (1 - dropout_p) / noise.numel())
+    assert abs((noise == 0).double().mean().item() - dropout_p) <= 5 * deviation + 2**-16
+    assert abs(noise.mean().item() - (dropout_p < 1)) <= 5 * deviation / max(1 - dropout_p, 0.5**16) + 1e-6
+
+
+def test_what_is_dropped_has_no_pattern() -> None:
+    """Neither along keys, queries, heads and sequences, nor in two rows and two columns, nor in counts of either."""
+    torch.manual_seed(0)
+    noise = (kept((2, 4, 256, 512)) > 0).double()
+    noise = (noise - noise.mean()) / noise.std()
+    for dim, steps in enumerate(((1,), (1, 2), (1, 2, 16, 100), (1, 2, 8, 64, 300))):
+        for step in steps:
+            assert (
+                normal(noise.narrow(dim, step, noise.shape[dim] - step), noise.narrow(dim, 0, noise.shape[dim] - step))
+                < 5
+            )
+    rows, columns = torch.randperm(256), torch.randperm(512)
+    corners = [
+        noise[:, :, rows[half]][..., columns[other]]
+        for half in (slice(128), slice(128, 256))
+        for other in (slice(256), slice(256, 512))
+    ]
+    assert normal(*corners[:3]) < 5
+    assert normal(*corners) < 5
+    assert noise.sum(-1).var().item() / 512 == pytest.approx(1, abs=0.2)
+    assert noise.flatten(0, 2).sum(0).var().item() / 2048 == pytest.approx(1, abs=0.3)
+
+
+@pytest.mark.parametrize("over", [{}, {"is_causal": True}, {"enable_gqa": True}], ids=str)
+def test_a_weight_is_dropped_by_its_place_whatever_the_blocks_are(over: dict[str, bool]) -> None:
+    attrs = AttentionAttrs(dropout_p=0.25, **over)
+    x = Operands(torch.randn(2, 4, 40, 8), *torch.randn(2, 2, 2 if over.get("enable_gqa") else 4, 40, 8).unbind())
+    outcomes = []
+    for block in (256, 16, 7):
+        torch.manual_seed(1)
+        outcomes.append(blocked.attention(x, attrs, block))
+    assert not torch.allclose(outcomes[0], blocked.attention(x, attrs))
+    for other in outcomes[1:]:
+        torch.testing.assert_close(other, outcomes[0])
+
+
+def test_what_an_undefined_weight_drops_to_is_undefined() -> None:
+    x = Operands(*torch.randn(3, 1, 1, 8, 4).unbind())
+    x.query[0, 0, 3] = math.nan
+    found = blocked.attention(x, AttentionAttrs(dropout_p=0.999))
+    assert found[0, 0, 3].isnan().all()
+    assert found.isnan().sum() == 4
+
+
+@pytest.mark.parametrize("is_dynamic", [False, True])
+def test_a_compiled_backward_drops_what_the_forward_dropped(is_dynamic: bool) -> None:
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout((q @ k.mT * 0.25).softmax(-1), 0.3, training=True) @ v
+
+    query, key = torch.randn(2, 1, 2, 24, 16, dtype=torch.float64, requires_grad=True).unbind()
+    identity = torch.eye(24, dtype=torch.float64).expand(1, 2, -1, -1).clone().requires_grad_()
+    options = {"layerzero.lock": {"attention": "lz.blocked"}}
+    compiled = torch.compile(attention, backend="layerzero", dynamic=is_dynamic, options=options)
+    weights = compiled(query, key, identity)  # each value stands for its key
+    (match,) = reports()[-1].matches
+    assert (match.kernel, match.rewritten) == ("lz.blocked", True)
+    plain = (query @ key.mT * 0.25).softmax(-1)
+    noise = (weights / plain).detach()
+    assert sorted(noise.round(decimals=6).unique().tolist()) == pytest.approx([0, 1 / 0.7], abs=1e-4)
+    tangent = torch.randn_like(weights)
+    expected = torch.autograd.grad((plain * noise) @ identity, (query, key, identity), tangent)
+    found = torch.autograd.grad(weights, (query, key, identity), tangent)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

@@ -52,6 +52,11 @@ def configuration() -> dict[str, Any]:
     return dict(_configuration.get())
 
 
+def draws_as_eager() -> bool:
+    """Whether the compile that goes on is to draw the random numbers that it would draw uncompiled."""
+    return bool(_configuration.get().get("fallback_random", inductor_config.fallback_random))
+
+
 def configuration_digest() -> str:
     """A hash of the configuration of the compile that goes on; empty under Inductor's defaults."""
     lines = [f"{name}={value!r}" for name, value in sorted(_configuration.get().items())]

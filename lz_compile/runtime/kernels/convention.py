@@ -42,6 +42,7 @@ FEATURES: Mapping[str, tuple[str, ...]] = {
     "bias_gradient": ("attn_mask",),
     "wide_bias": ("attn_mask",),
     "dropout": ("dropout_p",),
+    "eager_dropout": ("dropout_p",),
     "alibi": _FIRST_FORM,
     "documents": _FIRST_FORM,
     "softcap": ("softcap",),

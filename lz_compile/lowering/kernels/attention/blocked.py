@@ -22,7 +22,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from lz_compile.ground.sizes import is_one
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
-from lz_compile.lowering.kernels.attention import capping, mask_numbers
+from lz_compile.lowering.kernels.attention import capping, dropping, mask_numbers
 from lz_compile.lowering.ops.attention import Operands
 
 #: Operands that are not broadcast to scores as they are.
@@ -43,7 +43,7 @@ def attention(x: Operands, attrs: AttentionAttrs, block: int = BLOCK) -> torch.T
         query=query.reshape(batch * kv_heads, -1, queries, head_dim) if attrs.enable_gqa else query.flatten(0, 1),
         key_t=_in_one_piece(x.key.flatten(0, 1), queries).transpose(-2, -1),
         value=_in_one_piece(x.value.flatten(0, 1), queries),
-        over_scores=_over_scores(x),
+        over_scores=_over_scores(x, attrs),
         extents=(batch, heads, queries, keys),
         shift=0 if attrs.limits is None else attrs.limits.offset(queries, keys),
     )
@@ -58,8 +58,8 @@ def _in_one_piece(tensor: torch.Tensor, queries: Any) -> torch.Tensor:
     return tensor.contiguous() if is_product else tensor
 
 
-def _over_scores(x: Operands) -> dict[str, torch.Tensor]:
-    """What is broadcast to scores, by name; positions where something is linear in them."""
+def _over_scores(x: Operands, attrs: AttentionAttrs) -> dict[str, torch.Tensor]:
+    """What is broadcast to scores, by name; positions where something is linear in them, words where some are dropped."""
     found = {name: each for name, each in x.given().items() if name not in _NOT_OVER_SCORES}
     if x.slopes is not None:
         found["query_positions"] = _positions(x.query)
@@ -67,6 +67,8 @@ def _over_scores(x: Operands) -> dict[str, torch.Tensor]:
     if x.query_documents is not None and x.key_documents is not None:
         found["query_documents"] = x.query_documents[:, None, :, None]
         found["key_documents"] = x.key_documents[:, None, None, :]
+    if attrs.dropout_p:
+        found["row_words"], found["column_words"] = dropping.words(x.query, (*x.query.shape[:3], x.key.shape[2]))
     return found
 
 
@@ -304,7 +306,8 @@ def _weighted(weights: torch.Tensor, total: torch.Tensor, block: _Block, attrs: 
         if is_normalised:
             weights = weights / total
         if attrs.dropout_p:
-            weights = torch.nn.functional.dropout(weights, attrs.dropout_p)
+            places = block.over_scores
+            weights = dropping.dropped(weights, places["row_words"], places["column_words"], attrs.dropout_p)
         weights = weights.to(dtype).reshape(block.value.shape[0], -1, columns)
     out = (weights @ block.value).reshape(batch, heads, rows, block.value.shape[-1])
     return out if is_normalised else out / total

@@ -52,6 +52,8 @@ _BAND_NUMBERS, _NUMBERS = 0.3, 0.6
 #: of ours does (capping.py): with Inductor's loads and stores around it, or in one pass over a tile. The last two take 1.0
 #: and 0.5 on that EPYC, and 1.7 and 2 to 3.4 on a Xeon with AMX, whose softmax is faster.
 _TANH, _CAPPED, _CAPPED_TILE = 3.3, 1.5, 1.5
+#: What a random number takes of a softmax: Inductor's, sixteen bits of PyTorch's generator, and those of `dropping.py`.
+_PHILOX, _DRAWN, _MIXED = 30.0, 4.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -124,9 +126,9 @@ class _Shape:
     def groups(self) -> int:
         return max(self.heads // self.kv_heads, 1)
 
-    def conditions(self, causal: float, boolean: float, added: float, capped: float = 0.0) -> float:
-        """What is done to scores beside a softmax, each in softmaxes: drawing random numbers takes some."""
-        own = {"causal": causal, "bool_mask": boolean, "float_mask": added, "softcap": capped, "dropout": 4.0}
+    def conditions(self, causal: float, boolean: float, added: float, capped: float = 0.0, drawn: float = 0.0) -> float:
+        """What is done to scores beside a softmax, each in softmaxes."""
+        own = {"causal": causal, "bool_mask": boolean, "float_mask": added, "softcap": capped, "dropout": drawn}
         return sum(cost for name, cost in own.items() if name in self.features)
 
     def seen(self, block: float) -> float:
@@ -146,7 +148,8 @@ def _written_out(x: _Shape) -> Work:
         points += _APART * x.held
     times = 3 if x.is_training else 1
     memory = fresh(*(x.scores * each for each in x.buffers * (2 if x.is_training else 1)))
-    return _work(x, {"product": times * x.flops, "pointwise": times * points, **memory, "call": 4 * times})
+    points = times * points + x.scores * x.conditions(0.0, 0.0, 0.0, drawn=_PHILOX)  # a backward reads what was drawn
+    return _work(x, {"product": times * x.flops, "pointwise": points, **memory, "call": 4 * times})
 
 
 def _fused(x: _Shape) -> Work:
@@ -183,7 +186,7 @@ def _tiled(x: _Shape) -> Work:
     seen, passes, causal = x.seen(BLOCK), 1.0 if x.is_half else 1.3, 1.4 if x.is_half else 0.3
     # Some of each tile; and what is prepared in Python before the first, which takes as long as 250
     calls = 250 + 6 * x.batch * x.kv_heads * max(x.queries / BLOCK, 1)
-    points = x.scores * seen * (passes + x.conditions(causal, _NUMBERS, 1.0, _CAPPED_TILE))
+    points = x.scores * seen * (passes + x.conditions(causal, _NUMBERS, 1.0, _CAPPED_TILE, _DRAWN))
     if x.queries <= _FEW:
         return _work(x, {"row": (5.0 if x.is_half else 2.3) * x.held, "pointwise": points, "call": calls})
     times = 4.2 if x.is_training else 1.0
@@ -196,7 +199,7 @@ def _blocked(x: _Shape) -> Work:
     block = max(BLOCK, x.queries / MAX_KINDS) if "causal" in x.features else BLOCK
     seen, causal = x.seen(block), min(1.0, block / x.keys)
     band, boolean = (_BAND, _BOOLEANS) if x.scores < FEWEST else (_BAND_NUMBERS, _NUMBERS)
-    points = x.scores * seen * (1.2 + x.conditions(band * causal, boolean, 0.3, _CAPPED))
+    points = x.scores * seen * (1.2 + x.conditions(band * causal, boolean, 0.3, _CAPPED, _MIXED))
     if x.queries <= _FEW:
         if x.groups == x.queries == 1:
             reads = (1.15 if x.is_half else 1.0) * x.in_strips * x.held

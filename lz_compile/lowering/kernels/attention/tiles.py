@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from lz_compile.lowering.attention_attributes import AttentionAttrs
-from lz_compile.lowering.kernels.attention import cpp_scores
+from lz_compile.lowering.kernels.attention import cpp_scores, dropping
 from lz_compile.lowering.kernels.attention.bit_fills import Fill, fill_where
 from lz_compile.lowering.kernels.attention.token_major import Operands
 from lz_compile.lowering.work import product_dtype
@@ -365,19 +365,19 @@ class Tile:
     def noise(self) -> torch.Tensor | None:
         """What dropout multiplies the weights with, a function of the seed; None without dropout.
 
-        Sixteen random bits decide about a weight, which is a quarter of the work that a random number is.
+        Sixteen bits about each are a quarter of the work that a random number is.
         """
-        problem, levels = self.heads.problem, 2**16
+        problem = self.heads.problem
         if problem.x.seed is None:
             return None
         generator = torch.Generator().manual_seed(self._own_seed(problem.x.seed))
-        dropped = round(problem.attrs.dropout_p * levels)
+        dropped, gain = dropping.share(problem.attrs.dropout_p)
         noise = self.memory("noise", problem.score_dtype)
         words = problem.memory("random", (-(-noise.numel() // 4),), torch.int64)
         bits = words.random_(-(2**63), None, generator=generator).view(torch.int16)[: noise.numel()].view(noise.shape)
-        if dropped == levels:
+        if dropped == dropping.LEVELS:
             return noise.zero_()
-        return torch.ge(bits, dropped - levels // 2, out=noise).mul_(levels / (levels - dropped))
+        return torch.ge(bits, dropped - dropping.LEVELS // 2, out=noise).mul_(gain)
 
     def _own_seed(self, seed: torch.Tensor) -> int:
         """The seed of this tile alone; 32 bits are what PyTorch's generators on CPUs take."""
