@@ -10,6 +10,7 @@ Forms, over 8 heads of 64 by default:
 - ``left padding``: the same of the first tenth, whose rows see no key at all;
 - ``prefix``: causal, and everyone sees the first quarter;
 - ``documents``: causal within documents (eight of equal length), which an input of shape ``[B, T]`` names;
+- ``dropout``: causal, and a tenth of the weights is dropped, other ones in each call and by each kernel;
 - ``alibi``: causal, with a bias that is linear in the distance;
 - ``decode``: one query, as many keys as ``--keys`` says, no mask.
 
@@ -35,16 +36,19 @@ from lz_compile.runtime.kernels.registry import kernels
 from lz_compile.runtime.measure.estimate import INDUCTOR as LEFT_TO_INDUCTOR
 
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
-FORMS = ("causal", "bias", "full", "window", "padding", "left padding", "prefix", "documents", "alibi", "decode")
-WINDOW, DOCUMENTS = 256, 8
+FORMS = (
+    "causal", "bias", "full", "window", "padding", "left padding", "prefix", "documents", "dropout", "alibi", "decode",
+)  # fmt: skip
+WINDOW, DOCUMENTS, DROPOUT = 256, 8, 0.1
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
     """Attention as transformers spells it (``eager_attention_forward``), for ``[B, H, T, D]``."""
     scores = torch.matmul(query, key.transpose(2, 3)) * query.shape[-1] ** -0.5
     if mask is not None:
         scores = scores + mask
     weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+    weights = F.dropout(weights, dropout, training=True) if dropout else weights
     return torch.matmul(weights, value).transpose(1, 2).contiguous()
 
 
@@ -63,6 +67,12 @@ def added(keep: Tensor, dtype: torch.dtype) -> Tensor:
 def causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention under a mask that is made here."""
     return attention(query, key, value, additive_mask(query.shape[2], key.shape[2], query.dtype, query.device))
+
+
+def dropping_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Causal attention in training as BERT and GPT-2 are configured."""
+    mask = additive_mask(query.shape[2], key.shape[2], query.dtype, query.device)
+    return attention(query, key, value, mask, DROPOUT)
 
 
 def positions(query: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,6 +119,7 @@ FUNCTIONS: dict[str, Function] = {
     "left padding": padded_attention,
     "prefix": prefix_attention,
     "documents": document_attention,
+    "dropout": dropping_attention,
     "alibi": alibi_attention,
 }
 
@@ -153,17 +164,16 @@ class Case:
         return {"form": self.form, "dtype": str(self.dtype).removeprefix("torch."), "length": self.length}
 
 
-def runner(inputs: Sequence[Tensor], *, is_training: bool) -> Run:
-    """Run a function on the inputs; in training, also backward from a fixed gradient."""
-    if not is_training:
-        return lambda function: function(*inputs)
-    wanted = [tensor for tensor in inputs if tensor.requires_grad]
+def runner(inputs: Sequence[Tensor], *, is_training: bool, is_random: bool = False) -> Run:
+    """Run a function on the inputs; in training, also backward from a fixed gradient. What is random is not compared."""
+    wanted = [tensor for tensor in inputs if tensor.requires_grad] if is_training else []
 
-    def forward_and_backward(function: Function) -> list[Tensor]:
+    def run(function: Function) -> list[Tensor]:
         output = function(*inputs)
-        return [output, *torch.autograd.grad(output, wanted, torch.ones_like(output))]
+        gradients = torch.autograd.grad(output, wanted, torch.ones_like(output)) if is_training else ()
+        return [] if is_random else [output, *gradients]
 
-    return forward_and_backward
+    return run
 
 
 def locked_elsewhere(variant: Variant) -> bool:
@@ -176,7 +186,8 @@ def run_case(case: Case, settings: argparse.Namespace, publication: Publication)
     torch._dynamo.reset()
     function, inputs = case.build(settings)
     locks = [kernel for kernel in kernels("attention") if kernel != LEFT_TO_INDUCTOR]
-    prepared = prepare(compiled(function, locks), runner(inputs, is_training=settings.training))
+    run = runner(inputs, is_training=settings.training, is_random=case.form == "dropout")
+    prepared = prepare(compiled(function, locks), run)
     refused = {variant.name: variant.refusals for variant in prepared.variants if locked_elsewhere(variant)}
     prepared = prepared.without(refused)
     timings = measure(prepared.variants, settings.device, rounds=settings.rounds)
