@@ -208,6 +208,10 @@ def _shifted(m: _Projected, x: Tensor) -> Tensor:
         (lambda m, x: (m.first(x) / torch.tensor(1e-4)).chunk(1)[0], True, False),
         (lambda m, x: (m.first(x) / x[:, :1]).chunk(1)[0], True, False),
         (lambda m, x: (x.mean() / torch.tensor(3.0) * m.first(x)).chunk(1)[0], True, False),
+        (lambda m, x: torch.nn.functional.pad(m.first(x), (99, 0))[:, 99:].view(SIZE, SIZE), True, True),
+        (lambda m, x: torch.nn.functional.pad(m.first(x), (1, 0), value=0.5)[:, :SIZE].view(SIZE, SIZE), True, True),
+        (lambda m, x: torch.nn.functional.pad(m.first(x), (1, 0), value=-1e4)[:, :SIZE].view(SIZE, SIZE), True, False),
+        (lambda m, x: torch.nn.functional.pad(x, (1, 0))[:, :SIZE].view(SIZE, SIZE), True, False),
     ],
 )
 @pytest.mark.parametrize("expand_masks", [False, True])

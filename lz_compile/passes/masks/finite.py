@@ -20,7 +20,7 @@ _KEEPS = frozenset(
     "chunk split unbind split_with_sizes flip roll".split()
 )
 _BOUNDED = _KEEPS | frozenset(
-    "mul div add sub neg abs tanh sigmoid embedding index where masked_fill cat stack arange pow unflatten".split()
+    "mul div add sub neg abs tanh sigmoid embedding index where masked_fill cat stack arange pow pad".split()
 )
 _PRODUCTS = frozenset("linear addmm matmul bmm baddbmm einsum".split())
 _CONSTANT_FILLS = frozenset({"full", "full_like", "new_full", "tensor", "scalar_tensor"})
@@ -81,6 +81,8 @@ def _is_bounded(region: Region, node: object, depth: int = 24) -> bool:
         return False
     if call.name == "div":  # a rounding mode takes digits away
         return _is_moderate_divisor(region, call.get("other")) and _is_bounded(region, call.input, depth - 1)
+    if call.name == "pad":
+        return all(_is_bounded(region, each, depth - 1) for each in (call.input, call.get("value") or 0.0))
     if call.name == "arange" or (call.name in _PRODUCTS and _is_projected(region, call)):
         return True
     if is_kept:  # numbers are sizes and places
