@@ -23,6 +23,12 @@ GUARDS: dict[str, Guard] = {
     "where_zero": lambda total: torch.where(total == 0, 1.0, total),
     "filled_where_small": lambda total: total.masked_fill(total < 1e-6, 1.0),
 }
+
+
+def _below_largest(scores: Tensor) -> Tensor:
+    return scores - scores.amax(-1, keepdim=True)
+
+
 #: How exponentials are made of scores.
 EXPONENTIALS: dict[str, Callable[[Tensor], Tensor]] = {
     "amax": lambda s: torch.exp(s - s.amax(-1, keepdim=True)),
@@ -30,6 +36,7 @@ EXPONENTIALS: dict[str, Callable[[Tensor], Tensor]] = {
     "detached": lambda s: torch.exp(s - s.amax(-1, keepdim=True).detach()),
     "unsqueezed": lambda s: torch.exp(s - s.amax(-1).unsqueeze(-1)),
     "base_two": lambda s: torch.exp2((s - s.amax(-1, keepdim=True)) * 1.4426950408889634),
+    "filled_in_base_two": lambda s: torch.exp2(_below_largest(s.masked_fill(s > 1, -1e30) / 3) * 1.4426950408889634),
     "scaled_after": lambda s: torch.exp(s * 3 - 3 * s.amax(-1, keepdim=True)),
     "softmax": lambda s: torch.softmax(s, -1),
 }

@@ -7,6 +7,7 @@ small part of what the dtype tells from one, and a smaller bound is never met: t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -121,9 +122,15 @@ def _vanishes(region: Region, exponent: sympy.Expr, summed: tuple[Axis, ...]) ->
     for symbol, leaf in region.leaves_in(exponent).items():
         slope = -sympy.diff(exponent, symbol)
         whole = _largest_of(region, leaf, summed) if slope.is_number and slope.is_positive else None
-        if whole is not None and sympy.expand(exponent + slope * (symbol - whole)) == 0:
+        if whole is not None and _are_equal(exponent + slope * symbol, slope * whole):
             return True
     return False
+
+
+def _are_equal(first: sympy.Expr, second: sympy.Expr) -> bool:
+    """Whether two sums are equal but for how numbers that they were multiplied with are rounded."""
+    one, other = (sympy.expand(each).as_coefficients_dict() for each in (first, second))
+    return one.keys() == other.keys() and all(math.isclose(one[term], other[term], rel_tol=1e-14) for term in one)
 
 
 def _largest_of(region: Region, leaf: Leaf, summed: tuple[Axis, ...]) -> sympy.Expr | None:
