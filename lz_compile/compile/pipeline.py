@@ -23,6 +23,7 @@ from lz_compile.passes.graph.snapshot import Snapshot
 from lz_compile.passes.inlining.guarded_sums import drop_guards
 from lz_compile.passes.inlining.index_notation import spell_out_notation
 from lz_compile.passes.inlining.parts_of_products import cut_factors
+from lz_compile.passes.inlining.stacked_terms import add_terms
 from lz_compile.passes.inlining.subclasses import spell_out_subclasses
 from lz_compile.passes.inlining.values import with_values
 from lz_compile.passes.loops.roll.filled_parts import join_parts
@@ -45,6 +46,7 @@ READ = (
     Stage("taking out dropout that drops nothing", "INLINE_FAILED", reading.pass_on_inputs, "inline"),
     Stage("spelling out calls", "INLINE_FAILED", reading.spell_out, "inline"),
     _everywhere("spelling out tensor subclasses", "INLINE_FAILED", spell_out_subclasses, "inline"),
+    _everywhere("adding what is stacked and summed", "INLINE_FAILED", add_terms, "inline"),
     _everywhere("spelling out index notation", "INLINE_FAILED", spell_out_notation, "inline"),
     _everywhere("joining what is filled part by part", "INLINE_FAILED", join_parts, "inline"),
     _everywhere("giving values to what is written in place", "INLINE_FAILED", with_values, "inline"),
