@@ -37,6 +37,8 @@ EXPONENTIALS: dict[str, Callable[[Tensor], Tensor]] = {
     "unsqueezed": lambda s: torch.exp(s - s.amax(-1).unsqueeze(-1)),
     "base_two": lambda s: torch.exp2((s - s.amax(-1, keepdim=True)) * 1.4426950408889634),
     "filled_in_base_two": lambda s: torch.exp2(_below_largest(s.masked_fill(s > 1, -1e30) / 3) * 1.4426950408889634),
+    "filled_by_a_logarithm": lambda s: torch.exp(_below_largest(s + (s < 1).to(s.dtype).log())),
+    "filled_in_float64": lambda s: torch.exp2(_below_largest(s.double().masked_fill(s > 1, -1e5)) * 1.4426950408889634),
     "scaled_after": lambda s: torch.exp(s * 3 - 3 * s.amax(-1, keepdim=True)),
     "softmax": lambda s: torch.softmax(s, -1),
 }
@@ -91,7 +93,7 @@ def test_a_guard_that_cannot_bite_goes_and_no_bit_changes(guard: Guard) -> None:
 
 @pytest.mark.parametrize("make", EXPONENTIALS.values(), ids=EXPONENTIALS)
 def test_of_every_sum_that_is_never_small_a_guard_goes(make: Callable[[Tensor], Tensor]) -> None:
-    assert dropped(make, GUARDS["added"], scores()) == 1
+    assert dropped(make, lambda total: total + 1e-20, scores()) == 1
     assert dropped(make, GUARDS["clamp"], scores()) == 1
 
 

@@ -101,7 +101,7 @@ def _is_large(effects: Effects, total: Call) -> bool:
         if inner is None or len(inner[1]) != 1:
             return False
         expression = region.express(total.input, inner[0], total.node)
-        is_one = isinstance(expression, sympy.exp) and _vanishes(region, expression.args[0], inner[1])
+        is_one = _vanishes(region, _logarithm(expression), inner[1])
     except (LayoutError, MutatedError):
         return False
     leaf = region.leaves.get(expression)
@@ -109,6 +109,12 @@ def _is_large(effects: Effects, total: Call) -> bool:
         dim = call.get("dim")
         is_one = dim is not None and leaf.dims[dim] == inner[1]
     return is_one and not any(map(_rounds, map(effects.calls.__getitem__, region.interior)))
+
+
+def _logarithm(expression: sympy.Expr) -> sympy.Expr:
+    """The exponent that an expression is: numbers and masks that sympy took out of it are in it again."""
+    factors = sympy.Mul.make_args(expression)
+    return sympy.Add(*(each.args[0] if isinstance(each, sympy.exp) else sympy.log(each) for each in factors))
 
 
 def _rounds(call: Call | None) -> bool:
@@ -130,7 +136,7 @@ def _vanishes(region: Region, exponent: sympy.Expr, summed: tuple[Axis, ...]) ->
 def _are_equal(first: sympy.Expr, second: sympy.Expr) -> bool:
     """Whether two sums are equal but for how numbers that they were multiplied with are rounded."""
     one, other = (sympy.expand(each).as_coefficients_dict() for each in (first, second))
-    return one.keys() == other.keys() and all(math.isclose(one[term], other[term], rel_tol=1e-14) for term in one)
+    return one.keys() == other.keys() and all(math.isclose(one[term], other[term], rel_tol=1e-12) for term in one)
 
 
 def _largest_of(region: Region, leaf: Leaf, summed: tuple[Axis, ...]) -> sympy.Expr | None:
