@@ -618,3 +618,53 @@ def test_a_small_weight_of_a_large_host_is_no_difference_of_rounded_numbers(
     got = torch.compile(mixed, backend=backend)(host, seed.clone().requires_grad_(), weight)
     assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
     torch.testing.assert_close(got, mixed(host, seed, weight))
+
+
+class Taught(torch.nn.Module):
+    """A student beside a teacher that is run without gradients, as most are."""
+
+    def __init__(self, mix: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.student, self.teacher = torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)
+        self.gate, self.mix = torch.nn.Parameter(torch.randn(2, 1, 1)), mix
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The mix of both."""
+        with torch.no_grad():
+            host = self.teacher(x)
+        return self.mix(self.student(x), host, self.gate.sigmoid())
+
+
+def _taught(mix: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[list[bool], list[list[Tensor | None]]]:
+    """Whether each blend was rewritten; results and gradients, compiled and not."""
+    model, x, results = Taught(mix), torch.randn(2, 5, 6), []
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"blend": "torch.blend"}, strict=True)
+    for run in (torch.compile(model, backend=backend, fullgraph=True), model):
+        model.zero_grad()
+        result = run(x)
+        result.square().sum().backward()
+        results.append([result.detach(), *(each.grad for each in model.parameters())])
+    return [match.rewritten for match in backend.report.matches if match.op == "blend"], results
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda seed, host, share: share * seed + (1 - share) * host,
+        lambda seed, host, share: host + share * (seed - host),
+        lambda seed, host, share: torch.lerp(host, seed, share),
+        lambda seed, host, share: share * seed + (1 - share) * host.mT.contiguous().mT,
+        lambda seed, host, share: (torch.stack([seed, host]) * torch.stack([share, 1 - share])).sum(0),
+    ],
+)
+def test_a_host_that_is_made_without_gradients_is_detached(mix: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    rewritten, results = _taught(mix)
+    assert rewritten == [True]
+    torch.testing.assert_close(*results)
+
+
+def test_a_table_that_is_made_without_gradients_and_added_is_no_host() -> None:
+    rewritten, results = _taught(lambda seed, host, share: seed * share + host)
+    assert rewritten == []
+    torch.testing.assert_close(*results)

@@ -266,6 +266,14 @@ def _projections() -> tuple[Tensor, Callable[[Tensor], Tensor], Callable[[Tensor
             torch.special.i0,
         ),
         *(F.hardshrink, partial(F.softshrink, lambd=0.1), partial(torch.logit, eps=0.1), torch.round, torch.sign),
+        *(
+            lambda x: x.fmod(1.5),
+            lambda x: x.remainder(0.7),
+            lambda x: x.copysign(2.0),
+            lambda x: torch.polygamma(1, x),
+        ),
+        *(lambda x: torch.atan2(x, x.square() + 1), lambda x: torch.copysign(x.abs().sqrt(), x)),
+        *(lambda x: torch.fmax(x, torch.zeros_like(x)), lambda x: F.prelu(x, torch.full((1,), 0.2))),
     ],
 )
 def test_an_unknown_activation_between_two_projections_is_a_near_miss(activation: Callable[[Tensor], Tensor]) -> None:
@@ -288,6 +296,15 @@ def test_functions_with_other_parameters_are_others(function: Callable[[Tensor, 
     result, backend = _run(gated, x)
     torch.testing.assert_close(result, gated(x), equal_nan=True)
     assert any(match.rewritten for match in backend.report.matches), backend.why_not()
+
+
+def test_a_gate_that_hides_nan_is_no_relu_and_that_is_told() -> None:
+    x, gate, up = _projections()
+    torch._dynamo.reset()
+    backend = Rewriting(lock=LOCK)
+    torch.compile(lambda x: torch.where(gate(x) > 0, gate(x), 0.0) * up(x), backend=backend, fullgraph=True)(x)
+    assert [match.rewritten for match in backend.report.matches] == [False]
+    assert "which hides what is NaN in an operand" in backend.why_not()
 
 
 #: Of projections that are zero, or negative: what is left of them is a number that is added, or the least that is let through.

@@ -237,6 +237,20 @@ def test_a_softmax_over_one_key_is_told_and_one_over_one_expert_is_not(rows: int
     assert [miss.reason.code for miss in backend.report.near_misses] == ["ONE_KEY"]
 
 
+@pytest.mark.parametrize("rows", [1, 19])
+@pytest.mark.parametrize("is_first", [False, True])
+def test_one_key_beside_a_sink_is_told(rows: int, is_first: bool) -> None:
+    def weighed(q: Tensor, k: Tensor, v: Tensor, sink: Tensor) -> Tensor:
+        columns = [scores(q, k), sink.view(1, 4, 1, 1).expand(2, 4, rows, 1)]
+        weights = torch.cat(columns[::-1] if is_first else columns, -1).softmax(-1)
+        return (weights[..., 1:] if is_first else weights[..., :-1]) @ v
+
+    q, k, v, backend = *(torch.randn(2, 4, size, 8) for size in (rows, 1, 1)), Rewriting(strict=True)
+    torch.compile(weighed, backend=backend)(q, k, v, torch.randn(4))
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["ONE_KEY"]
+    assert "sigmoid" in backend.why_not()
+
+
 @pytest.mark.parametrize(
     "weigh",
     [

@@ -20,7 +20,10 @@ from lz_compile.passes.editing.dead import drop_dead, drop_dead_of_loops
 from lz_compile.passes.editing.edit import Edit, RefutedError
 from lz_compile.passes.graph.modes import ambient_behind, grad_enabled
 from lz_compile.passes.graph.snapshot import Snapshot
+from lz_compile.passes.inlining.guarded_sums import drop_guards
 from lz_compile.passes.inlining.index_notation import spell_out_notation
+from lz_compile.passes.inlining.parts_of_products import cut_factors
+from lz_compile.passes.inlining.stacked_terms import add_terms
 from lz_compile.passes.inlining.subclasses import spell_out_subclasses
 from lz_compile.passes.inlining.values import with_values
 from lz_compile.passes.loops.roll.filled_parts import join_parts
@@ -43,9 +46,12 @@ READ = (
     Stage("taking out dropout that drops nothing", "INLINE_FAILED", reading.pass_on_inputs, "inline"),
     Stage("spelling out calls", "INLINE_FAILED", reading.spell_out, "inline"),
     _everywhere("spelling out tensor subclasses", "INLINE_FAILED", spell_out_subclasses, "inline"),
+    _everywhere("adding what is stacked and summed", "INLINE_FAILED", add_terms, "inline"),
     _everywhere("spelling out index notation", "INLINE_FAILED", spell_out_notation, "inline"),
     _everywhere("joining what is filled part by part", "INLINE_FAILED", join_parts, "inline"),
     _everywhere("giving values to what is written in place", "INLINE_FAILED", with_values, "inline"),
+    _everywhere("cutting factors instead of their product", "INLINE_FAILED", cut_factors, "inline"),
+    _everywhere("leaving out guards that cannot bite", "INLINE_FAILED", drop_guards, "inline"),
     _everywhere("spelling out torch.vmap", "INLINE_FAILED", unbatch, "inline"),
     Stage("dropping what nobody reads", "REWRITE_FAILED", partial(reading.drop, drop_dead_of_loops), "inline"),
     _everywhere("taking what is read back of a tensor for what was stored", "LOOPS_FAILED", forward_stores, "loops"),

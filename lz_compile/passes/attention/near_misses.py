@@ -22,6 +22,7 @@ from lz_compile.ground.sizes import as_size, shape_of
 from lz_compile.passes.attention import scores
 from lz_compile.passes.attention.linear import normalises_features
 from lz_compile.passes.attention.scores import FAR, is_product, is_weight, mixed_scores, path_to, scores_behind
+from lz_compile.passes.attention.sinks import joined
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.formula.arithmetic import CHOICES
@@ -85,7 +86,9 @@ _MULTIPLIED = (
     "multiply the values first, as r @ (p @ v) in place of (r @ p) @ v",
 )
 _ONE_KEY = (
-    Reason("ONE_KEY", "every query has one key, whose probability is 1 where no mask drops it"),
+    Reason(
+        "ONE_KEY", "every query has one key, whose probability is 1 where no mask drops it, a sigmoid beside a sink"
+    ),
     "nothing: no kernel does better than Inductor's own code",
 )
 _WITHOUT_VALUES = (
@@ -167,7 +170,7 @@ def _normalises(effects: Effects, call: Call) -> bool:
 
 def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple[Reason, str] | None:
     region = Region(effects)
-    dims, keys = _normalised_axes(call)
+    dims, keys = _normalised_axes(effects, call)
     inner, refused = _read(region, call, dims, keys) if keys else (None, None)
     after = path_to(
         [call.node],
@@ -177,7 +180,8 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
     )
     before = scores_behind(region, call.input, lambda node: node in covered or effects.name(node) in _NORMALISED)
     if not keys:
-        is_whole = call.name == "softmax" and all(is_moved(effects.calls.get(each)) for each in (after or ())[1:-1])
+        passed = [each for each in (after or ())[1:-1] if effects.name(each) not in ("getitem", "narrow")]
+        is_whole = call.name == "softmax" and all(is_moved(effects.calls.get(each)) for each in passed)
         return _ONE_KEY if is_whole and before is not None and after is not None else None
     if inner is not None:
         if any(is_weight(factor.node) for factor in (inner.query, inner.key)):
@@ -209,11 +213,13 @@ def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple
     return refused or _large(region) or _through(effects, "scores", before)
 
 
-def _normalised_axes(call: Call) -> tuple[Dims, tuple[Axis, ...]]:
-    """New axes, and those that a softmax runs over, or an exponential is most likely summed over."""
+def _normalised_axes(effects: Effects, call: Call) -> tuple[Dims, tuple[Axis, ...]]:
+    """New axes, and those that a softmax runs over, or an exponential is most likely summed over: of keys, no sinks."""
     dims = fresh(shape_of(known_tensor(call.node)))
     dim = call.get("dim") if call.name in _NORMALISED else None
-    return dims, dims[-1 if dim is None else dim]
+    join = joined(effects, call) if call.name == "softmax" else None
+    columns = [] if join is None else [shape_of(known_tensor(each))[-1:] for each in join.get("tensors")]
+    return dims, () if columns == [(1,), (1,)] else dims[-1 if dim is None else dim]
 
 
 def _answer(question: Callable[..., T], *arguments: Any) -> T | None:

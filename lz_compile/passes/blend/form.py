@@ -110,7 +110,7 @@ class Forms:
     def _tells(self, node: fx.Node) -> bool:
         """Whether a value is what only blends are made of: a host that is detached, or a weight that is given."""
         call = self.effects.calls.get(node)
-        if call is not None and call.name in _DETACHING:
+        if (call is not None and call.name in _DETACHING) or self.sums.is_cut_off(node):
             return True
         if self.gates is not None and self.gates.depends(node):
             return True
@@ -193,7 +193,7 @@ class Forms:
         if not form.is_isolated and self._are_of_one(form.seed, form.host, *form.factors):
             return False
         records = known_tensor(form.seed).requires_grad
-        if form.is_isolated and (records or not form.is_residual) and self.is_detached(form.host):
+        if form.is_isolated and (records or not form.is_residual) and self.is_detached(form.host, form.is_residual):
             return True
         if form.is_soft:
             return True
@@ -235,14 +235,15 @@ class Forms:
         first, host, *weights = map(sources, nodes)
         return len(first) == 1 and host == first and all(each <= first for each in weights)
 
-    def is_detached(self, node: fx.Node) -> bool:
-        """Whether a value was cut off from its gradient: by ``detach``, or as ``data``."""
+    def is_detached(self, node: fx.Node, is_residual: bool) -> bool:
+        """Whether a value was cut off from its gradient: by ``detach``, as ``data``, or (no summand alone) made without."""
         call = self.effects.calls.get(node)
         while call is not None and is_moved(call):
             if call.name == "getattr" and call.arguments.get("#1") == "data":
                 return True
             call = self.effects.calls.get(call.input)
-        return call is not None and call.name in _DETACHING
+        is_cut_off = call is not None and not is_residual and self.sums.is_cut_off(call.node)
+        return is_cut_off or (call is not None and call.name in _DETACHING)
 
     def _is_given(self, node: fx.Node) -> bool:
         """Whether a weight is a number or tensor that the graph is given, or a function of such: no parameter."""

@@ -70,7 +70,7 @@ class _Reader:
         A membrane that leaks and resets, a moving average or a running softmax weigh what they hold; they blend no branches.
         A first step may hold nothing yet, and is no blend then: its sum is what the second one weighs.
         """
-        if self.forms.is_detached(form.host):
+        if self.forms.is_detached(form.host, form.is_residual):
             return False
         if form.seed in _alike(self.effects, anchor, lambda node: node.all_input_nodes):
             return True

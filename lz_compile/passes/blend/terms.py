@@ -99,7 +99,7 @@ class Sums:
     def is_sum(self, call: Call) -> bool:
         """Whether a call adds, multiplies, casts or rearranges."""
         tensor = tensor_of(call.node)
-        if tensor is None or EMITTED in call.node.meta or self._is_cut_off(call.node):
+        if tensor is None or EMITTED in call.node.meta or self.is_cut_off(call.node):
             return False
         if call.name == "where":
             return chooses_numbers(call)
@@ -111,7 +111,7 @@ class Sums:
             return self.limits(call.node) is not None
         return call.name in _ARITHMETIC or is_moved(call)
 
-    def _is_cut_off(self, node: fx.Node) -> bool:
+    def is_cut_off(self, node: fx.Node) -> bool:
         """Whether a value was made without gradients, and is read where they are recorded: what it is made of gets none."""
         ambient = self.effects.ambient
         return not grad_enabled(ambient(node)) and any(grad_enabled(ambient(user)) for user in node.users)

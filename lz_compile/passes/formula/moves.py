@@ -24,7 +24,7 @@ from lz_compile.passes.graph.view import Call, known_tensor, reached, read, tens
 #: Calls to which strides matter exactly; to pointwise ones, only their order does.
 STRIDED = frozenset({"view", "view_as", "as_strided", "stride", "data_ptr", "is_contiguous", "storage_offset"})
 #: Readers to which the strides of what they read make no difference that anyone can see.
-_AGNOSTIC = contraction.PRODUCTS | {"contiguous", "layer_norm", "rms_norm", "sum", "mean"}
+_AGNOSTIC = contraction.PRODUCTS | {"contiguous", "layer_norm", "rms_norm", "sum", "mean", "softmax", "log_softmax"}
 
 
 def strides_matter(node: fx.Node) -> bool:

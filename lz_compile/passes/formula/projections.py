@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -37,8 +37,8 @@ _MADE = layout.SPLITS | moves.RULES.keys()
 #: A weight of several experts is a matrix for each.
 _WEIGHT_RANK = 3
 _ROWS, _GIVEN, _SIZE, _DEPTH = 2, 3, 48, 10
-#: Functions of one tensor that PyTorch composes of others.
-_COMPOSED = frozenset({"softsign", "tanhshrink", "special_i0"})
+#: Functions that PyTorch composes of others.
+_COMPOSED = frozenset({"softsign", "tanhshrink", "special_i0", "prelu"})
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Supports:
         if is_constant(call):
             return Support()
         is_known = is_read(call) or layout.is_in_axes(call)
-        is_unknown = not is_known and _is_of_one_tensor(call)
+        is_unknown = not is_known and _is_function(call)
         if is_unknown:
             self.functions[call.name] = _unknown
         if EMITTED not in node.meta and (is_unknown or is_known):
@@ -149,18 +149,27 @@ class Supports:
         return all(projection(self.effects, row, products) is not None for row in support.rows)
 
 
-def _is_of_one_tensor(call: Call) -> bool:
-    """Whether a call is a function of the elements of one tensor, and of numbers: PyTorch says so."""
-    tags = getattr(getattr(getattr(torch.ops.aten, call.name, None), "default", None), "tags", ())
+def _is_function(call: Call) -> bool:
+    """Whether a call is a function of the elements of tensors, and of numbers: PyTorch says so."""
+    packet = getattr(torch.ops.aten, call.name, None)
+    overloads = packet.overloads() if isinstance(packet, torch._ops.OpOverloadPacket) else ()
+    tags = {tag for each in overloads for tag in getattr(packet, each).tags}
     is_function = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    is_own = (is_function or call.name in _COMPOSED) and is_torchs(call.node.target)
-    return is_own and is_floating(call.node) and tensor_operands(call.node) == [call.input]
+    is_own = (is_function or call.name in _COMPOSED) and is_torchs(call.node.target) and not call.is_inplace
+    return is_own and is_floating(call.node) and {*tensor_operands(call.node)} == {*_operands(call).values()}
+
+
+def _operands(call: Call) -> dict[str, Any]:
+    """The arguments of a call that are tensors."""
+    return {name: each for name, each in call.arguments.items() if tensor_of(each) is not None}
 
 
 def _unknown(region: Region, call: Call, dims: Dims) -> sympy.Expr:
     """What such a function is called: by its numbers, too."""
-    numbers = {name: each for name, each in call.arguments.items() if name != "input"}
-    return sympy.Function(f"{call.name}{numbers or ''}")(region.operand(call, "input", dims))
+    operands = _operands(call)
+    numbers = {name: each for name, each in call.arguments.items() if name not in operands}
+    function = sympy.Function(f"{call.name}{numbers or ''}")
+    return function(*(region.operand(call, name, dims) for name in operands))
 
 
 def _is_row(node: fx.Node) -> bool:

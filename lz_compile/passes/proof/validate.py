@@ -265,16 +265,21 @@ def _compared(
             verdict = replace(verdict, grad_error=max(verdict.grad_error or 0.0, error))
         if not bool(is_near.all()):
             told = f"off by {error:.3g} where the source is off by {source_error:.3g}"
-            apart = _special(base[~is_near], actual[~is_near])
+            apart = _special(base[~is_near], actual[~is_near], is_poisoned=case.is_poisoned)
             return replace(verdict, ok=False, reason=f"{name} with {case.name}: {apart or told}")
     return verdict
 
 
-def _special(given: torch.Tensor, ours: torch.Tensor) -> str | None:
+def _special(given: torch.Tensor, ours: torch.Tensor, *, is_poisoned: bool) -> str | None:
     """What sets wrong elements apart that no error counts: it is of finite numbers."""
     finite, other = given.isfinite(), ours.isfinite()
     if bool((finite & ~other).any()):
-        return "NaN or infinite where the source is finite"
+        hides = (
+            ", which hides what is NaN in an operand (assume_finite=True promises that nothing is)"
+            if is_poisoned
+            else ""
+        )
+        return f"NaN or infinite where the source is finite{hides}"
     return "finite where the source is NaN or infinite" if bool((other & ~finite).any()) else None
 
 
