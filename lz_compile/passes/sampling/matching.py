@@ -35,14 +35,7 @@ from lz_compile.passes.sampling.limits import limits_of
 from lz_compile.passes.sampling.logit_processors import logit_processors_of
 from lz_compile.passes.sampling.near_misses import sorted_draw, unknown_filter
 from lz_compile.passes.sampling.ordering import ORDERING
-from lz_compile.passes.sampling.recogniser import (
-    OP,
-    SOFTMAXES,
-    Filter,
-    FilterReader,
-    masked_softmax,
-    softmax_input,
-)
+from lz_compile.passes.sampling.recogniser import OP, SOFTMAXES, Filter, FilterReader, masked_softmax, softmax_input
 
 #: So many calls are followed up from what is scattered.
 _MOST_CALLS = 64
