@@ -109,7 +109,8 @@ class Forms:
 
     def _tells(self, node: fx.Node) -> bool:
         """Whether a value is what only blends are made of: a host that is detached, or a weight that is given."""
-        if self.effects.name(node) in _DETACHING:
+        call = self.effects.calls.get(node)
+        if call is not None and call.name in _DETACHING:
             return True
         if self.gates is not None and self.gates.depends(node):
             return True
