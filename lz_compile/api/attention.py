@@ -87,14 +87,7 @@ def _written_out(call: Call) -> torch.Tensor:
     if query.shape[1] != key.shape[1]:  # a branch: a symbolic comparison is no flag
         is_grouped = True
     out = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=mask,
-        dropout_p=dropout_p,
-        is_causal=causal,
-        scale=scale,
-        enable_gqa=is_grouped,
+        query, key, value, attn_mask=mask, dropout_p=dropout_p, is_causal=causal, scale=scale, enable_gqa=is_grouped
     )
     return out.transpose(1, 2) if layout == "BSHD" else out
 

@@ -91,10 +91,7 @@ def plan(call: Call) -> Run:
         value.device,
         query.stride()[-1] == key.stride()[-1] == value.stride()[-1] == 1,
         torch.is_grad_enabled()
-        and (
-            query.requires_grad or key.requires_grad or value.requires_grad,
-            mask is not None and mask.requires_grad,
-        ),
+        and (query.requires_grad or key.requires_grad or value.requires_grad, mask is not None and mask.requires_grad),
         None if mask is None else (mask.dtype, mask.shape, mask.device, mask.layout),
         causal,
         scale,

@@ -143,11 +143,7 @@ def _bind_kda(given: tuple[Any, ...], scale: float | None, head_first: bool) -> 
 
 
 def linear_scan(
-    decay: torch.Tensor | float,
-    drive: torch.Tensor | None = None,
-    *,
-    initial: torch.Tensor | None = None,
-    dim: int = 1,
+    decay: torch.Tensor | float, drive: torch.Tensor | None = None, *, initial: torch.Tensor | None = None, dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``h_t = decay_t * h_{t-1} + drive_t`` at every ``t``, by elements: moving averages, RG-LRU, diagonal state spaces.
 

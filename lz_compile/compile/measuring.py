@@ -257,12 +257,7 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
 
 
 def _record(
-    spec: KernelSpec,
-    timing: Timing,
-    context: SelectionContext,
-    sizes: Sizes,
-    alone: str | None,
-    surroundings: str,
+    spec: KernelSpec, timing: Timing, context: SelectionContext, sizes: Sizes, alone: str | None, surroundings: str
 ) -> PerfRecord:
     conditions = machine.conditions(context.device_type)
     return PerfRecord(

@@ -27,8 +27,7 @@ def config_of(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
 
 #: The configuration of the compile that goes on in this thread, beyond Inductor's defaults.
 _configuration: ContextVar[Mapping[str, Any]] = ContextVar(
-    "lz_compile_inductor_configuration",
-    default=MappingProxyType({}),
+    "lz_compile_inductor_configuration", default=MappingProxyType({})
 )
 
 

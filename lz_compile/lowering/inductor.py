@@ -71,12 +71,7 @@ _ROUNDED_ALIKE = {
 
 
 def compile_graph(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    config: dict[str, Any],
-    cache_key: str,
-    *,
-    rounds_alike: bool = False,
+    module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], cache_key: str, *, rounds_alike: bool = False
 ) -> Callable[..., Any]:
     """Hand a graph to Inductor; ``cache_key`` becomes part of its cache keys.
 

@@ -26,11 +26,7 @@ class Rows:
     """A table. A word is broken only where the console is too narrow for the longest word of each column."""
 
     def __init__(
-        self,
-        title: str,
-        columns: Sequence[str],
-        rows: Sequence[Sequence[str]],
-        styles: Sequence[str | None] = (),
+        self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], styles: Sequence[str | None] = ()
     ) -> None:
         self.title, self.columns, self.rows, self.styles = title, columns, rows, styles or [None] * len(rows)
 

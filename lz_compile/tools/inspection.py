@@ -82,11 +82,7 @@ class SelectionReport(Shown):
         }
 
 
-def which(
-    operation: str,
-    *tensors: Any,
-    **named: Any,
-) -> dict[str, Any]:
+def which(operation: str, *tensors: Any, **named: Any) -> dict[str, Any]:
     """The kernel that would be chosen for an operation on these tensors: ``kernel_id``, ``score``, ``why``, ``origin``.
 
     ``score`` is its speed in percent of Inductor's, plus what preferences add; ``origin`` says whether that was measured

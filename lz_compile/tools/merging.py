@@ -88,10 +88,7 @@ def merge_decisions(output: str | os.PathLike[str], files: Sequence[str | os.Pat
     trees = [tree for same in _together(tables) for tree in _merged(same)]
     planned = [op for table in tables for _, op in table.ops()]
     merged = replace(
-        tables[0],
-        plans=(Plan(bucket={}, ops=tuple(planned)),),
-        trees=tuple(trees),
-        kernels=tuple(_identities(tables)),
+        tables[0], plans=(Plan(bucket={}, ops=tuple(planned)),), trees=tuple(trees), kernels=tuple(_identities(tables))
     )
     ops = decisions.as_in_trees(merged, planned, lambda op: f"as merged; there {op.kernel_id}: {op.why}")
     table = replace(merged, plans=(Plan(bucket={}, ops=ops),))

@@ -286,13 +286,7 @@ def kind_of(facts: Facts) -> str | None:
             return None
     for each in (*carried, *[given[0] for given in reads], *leaves(free)):
         text += " " + _pattern(each)
-    for answer in (
-        *answers[0],
-        *answers[1],
-        *answers[2],
-        is_autocast_enabled("cpu"),
-        is_autocast_enabled("cuda"),
-    ):
+    for answer in (*answers[0], *answers[1], *answers[2], is_autocast_enabled("cpu"), is_autocast_enabled("cuda")):
         text += " none" if answer is None else " yes" if answer else " no"
     return text
 

@@ -36,9 +36,7 @@ from lz_compile.api.rolling.syntax import (
     surely_assigned,
     values_read,
 )
-from lz_compile.api.rolling.syntax import (
-    support as call_of,
-)
+from lz_compile.api.rolling.syntax import support as call_of
 from lz_compile.api.rolling.twins import State, Twins, carried_by, on_twins, with_states
 
 

@@ -46,17 +46,7 @@ from lz_compile.api.rolling.facts import (
     size_of,
     steps_of,
 )
-from lz_compile.api.rolling.rows import (
-    Rows,
-    appended,
-    cat,
-    holds,
-    inserted,
-    listed,
-    listed_in_front,
-    stack,
-    turned,
-)
+from lz_compile.api.rolling.rows import Rows, appended, cat, holds, inserted, listed, listed_in_front, stack, turned
 from lz_compile.api.rolling.running import LOOPS, SCANS, Run, Support
 from lz_compile.api.rolling.scanning import Step, scanned
 from lz_compile.api.rolling.syntax import NotRolledError

@@ -131,11 +131,7 @@ class Chain(Several):
         return found
 
 
-def parts_of(
-    module: nn.Module,
-    function: types.FunctionType,
-    body: list[ast.stmt],
-) -> tuple[Part, ...]:
+def parts_of(module: nn.Module, function: types.FunctionType, body: list[ast.stmt]) -> tuple[Part, ...]:
     """Twins that a step needs which is ``body``, in a method of a module; none where no attribute is assigned.
 
     Raises:

@@ -10,12 +10,7 @@ from collections.abc import Iterable
 import torch
 
 #: The C++ types of elements.
-ELEMENTS = {
-    torch.float32: "float",
-    torch.float64: "double",
-    torch.bfloat16: "BFloat16",
-    torch.float16: "Half",
-}
+ELEMENTS = {torch.float32: "float", torch.float64: "double", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 
 #: Those of 16 bits, rounded as PyTorch's are, to the bit: its headers take as long to compile as all else.
 _HALVES = {

@@ -193,10 +193,7 @@ def reference_in_parts(x: Operands, attrs: AttentionAttrs) -> torch.Tensor:
 
 def _of_head(x: Operands, row: int, head: int, group: int) -> Operands:
     """The operands of one key head, and of the query heads that share it, in one row of the batch."""
-    shared = {
-        "key": x.key[row : row + 1, head : head + 1],
-        "value": x.value[row : row + 1, head : head + 1],
-    }
+    shared = {"key": x.key[row : row + 1, head : head + 1], "value": x.value[row : row + 1, head : head + 1]}
 
     def part(each: torch.Tensor) -> torch.Tensor:
         if each.dim() == 2:  # documents

@@ -222,10 +222,7 @@ def gate(margin: torch.Tensor, gain: Scalar, offset: Scalar) -> torch.Tensor:
 
 def bounded(value: torch.Tensor, low: Scalar | None, high: Scalar | None) -> torch.Tensor:
     """``value`` held between two bounds, each a number, a tensor without dimensions or None; NaN stays NaN."""
-    for bound, is_tensor, clamp in (
-        (low, torch.maximum, torch.clamp_min),
-        (high, torch.minimum, torch.clamp_max),
-    ):
+    for bound, is_tensor, clamp in ((low, torch.maximum, torch.clamp_min), (high, torch.minimum, torch.clamp_max)):
         if bound is not None:
             value = clamp(value, bound) if isinstance(bound, (int, float)) else is_tensor(value, bound)
     return value

@@ -99,11 +99,7 @@ SHAPES: Mapping[str, str] = {
 KINDS: Mapping[str, str] = {"weight": "bytes", "zero": "real", "order": "int64"}
 LENGTHS = ("N",)
 VARIANT_ATTRIBUTES: Mapping[str, Mapping[str, Any]] = {"quantised": {}}
-TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {
-    "num_rows": (1, 256),
-    "in_features": (4096,),
-    "out_features": (4096,),
-}
+TYPICAL_SIZES: Mapping[str, tuple[int, ...]] = {"num_rows": (1, 256), "in_features": (4096,), "out_features": (4096,)}
 
 
 @operands

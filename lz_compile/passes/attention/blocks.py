@@ -111,8 +111,7 @@ class Blocks:
             return node.all_input_nodes if is_passed else []
 
         near = reached(softmax.all_input_nodes, above, _NEAR)
-        calls = (self.effects.calls.get(user) for node in near for user in node.users)
-        return any(call is not None and call.name == "logsumexp" for call in calls)
+        return any(self.effects.name(user) == "logsumexp" for node in near for user in node.users)
 
 
 def _is_loop(node: fx.Node) -> bool:

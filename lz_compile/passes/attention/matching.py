@@ -62,8 +62,8 @@ def attentions(graph: fx.Graph, effects: Effects, masks: Masks, finish: Finish) 
 
 
 def _may_be_last(effects: Effects, node: fx.Node) -> bool:
-    call, tensor = effects.calls[node], tensor_of(node)
-    return call is not None and call.name in _LAST and tensor is not None and 0 not in shape_of(tensor)
+    tensor = tensor_of(node)
+    return effects.name(node) in _LAST and tensor is not None and 0 not in shape_of(tensor)
 
 
 def _read(effects: Effects, node: fx.Node, masks: Masks, finish: Finish) -> Match | NearMiss | None:

@@ -164,8 +164,7 @@ def _normalises(effects: Effects, call: Call) -> bool:
     """Whether the call is a softmax, or an exponential that is summed."""
     if call.name in _NORMALISED:
         return True
-    users = [effects.calls.get(user) for user in call.node.users]
-    return is_exponential(call) and any(user is not None and user.name in _SUMS for user in users)
+    return is_exponential(call) and any(effects.name(user) in _SUMS for user in call.node.users)
 
 
 def _reason(effects: Effects, call: Call, covered: Collection[fx.Node]) -> tuple[Reason, str] | None:
@@ -257,18 +256,16 @@ def _large(region: Region) -> tuple[Reason, str] | None:
 
 def _weighs_by_place(effects: Effects, call: Call, scores: list[fx.Node]) -> bool:
     """Whether scores are put together of one for each place, and each weighs a tensor of its own."""
-    calls = [effects.calls[node] for node in scores]
     taken = {each for node in _pieces(effects, call.node) for each in node.users}
-    weighed = [each for each in taken if (found := effects.calls.get(each)) is not None and found.name == "mul"]
-    return any(each is not None and each.name in ("stack", "cat") for each in calls) and len(weighed) > 1
+    weighed = [each for each in taken if effects.name(each) == "mul"]
+    return any(effects.name(each) in ("stack", "cat") for each in scores) and len(weighed) > 1
 
 
 def _pieces(effects: Effects, node: fx.Node) -> set[fx.Node]:
     """The parts that are taken of a tensor, one by one."""
     found: set[fx.Node] = set()
     for user in node.users:
-        call = effects.calls.get(user)
-        if call is not None and call.name in ("getitem", "select", "narrow", "unbind", "chunk", "split", "unsqueeze"):
+        if effects.name(user) in ("getitem", "select", "narrow", "unbind", "chunk", "split", "unsqueeze"):
             found |= {user} | _pieces(effects, user)
     return found
 

@@ -36,7 +36,7 @@ SCORES = contraction.PRODUCTS - {"linear", "addmm"}
 SOFTMAX = frozenset({"softmax", "log_softmax", "exp"})
 #: Calls that a share beside a sink may be computed with.
 _SHARES = {name: BENDS[name] for name in ("sigmoid", "log1p")} | {
-    "logsigmoid": applied(lambda x: -sympy.log(1 + sympy.exp(-x))),
+    "logsigmoid": applied(lambda x: -sympy.log(1 + sympy.exp(-x)))
 }
 #: What such a share is read down to: values that these are in are no masks.
 _ANCHORS = ANCHORS | {"sum", *_SHARES}

@@ -43,7 +43,7 @@ _FORMS = ((1, 0), (0, 1), (1, -1), (-1, 1))
 
 def has_ranks(effects: Effects) -> bool:
     """Whether a graph calls anything that gives a maximum."""
-    return any(call is not None and call.name in _ROOTS for call in effects.calls.values())
+    return any(effects.name(node) in _ROOTS for node in effects.calls)
 
 
 @dataclass

@@ -163,11 +163,7 @@ class Parts(Region):
             return self.leaf(node, dims)
 
     def leaf(  # a complex leaf is two symbols
-        self,
-        node: fx.Node,
-        dims: Dims,
-        kind: str = "tensor",
-        contraction_: contraction.Contraction | None = None,
+        self, node: fx.Node, dims: Dims, kind: str = "tensor", contraction_: contraction.Contraction | None = None
     ) -> sympy.Expr:
         """The symbol of a tensor, those of real and imaginary part where it is complex.
 

@@ -125,12 +125,7 @@ def _refused(name: str, total: fx.Node, why: str) -> Reason:
 
 
 def _match(
-    reader: Match,
-    name: str,
-    effects: Effects,
-    chain: dict[fx.Node, Dims],
-    summands: tuple[Leaf, Leaf],
-    region: Region,
+    reader: Match, name: str, effects: Effects, chain: dict[fx.Node, Dims], summands: tuple[Leaf, Leaf], region: Region
 ) -> Match:
     read, total = next(iter(chain)), next(iter(reversed(chain)))
     inputs = {leaf.node: Input(leaf.dims) for leaf in summands}

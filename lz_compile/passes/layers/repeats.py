@@ -189,14 +189,7 @@ def kind_of(node: fx.Node) -> Any:
 def _kind(value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    return (
-        shape_of(value),
-        strides_of(value),
-        value.dtype,
-        value.device,
-        value.requires_grad,
-        type(value),
-    )
+    return (shape_of(value), strides_of(value), value.dtype, value.device, value.requires_grad, type(value))
 
 
 def _is_read_behind(program: Program, start: int, calls: int, place: int, count: int) -> Iterator[bool]:

@@ -61,11 +61,10 @@ class _Reader:
 
     def is_anchor(self, node: fx.Node) -> bool:
         """Whether a call is a product one of whose factors is computed from stored numbers."""
-        call, tensor = self.effects.calls[node], tensor_of(node)
-        if call is not None and call.name in (*NATIVE, _MACHINES_OWN, *_OF_FEW_BITS):
+        name, tensor = self.effects.name(node), tensor_of(node)
+        if name in (*NATIVE, _MACHINES_OWN, *_OF_FEW_BITS):
             return 0 not in shape_of(known_tensor(node))
-        is_product = call is not None and call.name in contraction.PRODUCTS
-        if not is_product or tensor is None or 0 in shape_of(tensor):
+        if name not in contraction.PRODUCTS or tensor is None or 0 in shape_of(tensor):
             return False
         factors = node.all_input_nodes
         if not tensor.is_floating_point():  # of a weight with rows that were rounded: both may be data else

@@ -325,8 +325,7 @@ def _unread(region: Region, storage: fx.Node) -> tuple[str, str]:
 
 def _is_rounded(effects: Effects, node: fx.Node) -> bool:
     """Whether a call casts to floats of eight bits."""
-    call = effects.calls[node]
-    return call is not None and call.name in CASTS and is_floating(node) and known_tensor(node).dtype in STORED
+    return effects.name(node) in CASTS and is_floating(node) and known_tensor(node).dtype in STORED
 
 
 def _ordered(region: Region, scale: sympy.Expr, summand: sympy.Expr, columns: tuple[Axis, ...]) -> fx.Node | None:

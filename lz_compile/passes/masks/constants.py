@@ -64,10 +64,7 @@ class Constants:
 
 
 def evaluate(
-    effects: Effects,
-    node: fx.Node,
-    reader: fx.Node | None = None,
-    known: dict[fx.Node, Reason | None] | None = None,
+    effects: Effects, node: fx.Node, reader: fx.Node | None = None, known: dict[fx.Node, Reason | None] | None = None
 ) -> Known | Reason:
     """The value of a tensor that only constants make, or the reason why it is none."""
     stop = None if reader is None else effects.position[reader]

@@ -260,11 +260,11 @@ def _without_offset(gain: sympy.Expr) -> tuple[float, sympy.Expr]:
 def _compute_dtype(region: Region, moments: Moments) -> torch.dtype:
     """The dtype in which squares are summed; calls that normalise by themselves use float32 at least."""
     node = moments.squared[0]
-    call, tensor = region.effects.calls.get(node), tensor_of(node)
+    tensor = tensor_of(node)
     if tensor is None:  # a pair of statistics
         tensor = tensor_of(moments.source)
     assert tensor is not None, "a statistic is of a tensor"
-    is_wide = call is not None and call.name in CALLS and call.name != "normalize"
+    is_wide = region.effects.name(node) in CALLS.keys() - {"normalize"}
     return torch.promote_types(tensor.dtype, torch.float32) if is_wide else tensor.dtype
 
 

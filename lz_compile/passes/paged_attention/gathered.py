@@ -212,10 +212,7 @@ def _indexed(call: Call) -> tuple[fx.Node, ...] | None:
         count = 2 if len(items) > 1 and isinstance(items[1], fx.Node) and _are_joined(call.input) else 1
         if all(item is Ellipsis or (isinstance(item, slice) and item == slice(None)) for item in items[count:]):
             found = (call.input, *items[:count])
-    elif call.name == "index_select" and call.get("dim") in (
-        0,
-        -known_tensor(call.input).dim(),
-    ):
+    elif call.name == "index_select" and call.get("dim") in (0, -known_tensor(call.input).dim()):
         found = (call.input, call.get("index"))
     elif call.name == "embedding" and call.get("max_norm") is None:  # PyTorch has it both ways round
         both = (call.input, call.get("weight"))

@@ -33,11 +33,7 @@ class Special(NamedTuple):
 
 
 def elementwise(
-    truth: torch.Tensor,
-    given: torch.Tensor,
-    ours: torch.Tensor,
-    tolerance: float,
-    special: Special,
+    truth: torch.Tensor, given: torch.Tensor, ours: torch.Tensor, tolerance: float, special: Special
 ) -> tuple[float, float, torch.Tensor]:
     """Largest error of ours and of the original against float64, and where ours is acceptable."""
     may_overflow, keeps_nan, is_poisoned = special

@@ -111,11 +111,7 @@ def _number(value: Any) -> Any:
 
 
 def _realised(
-    shared: Sequence[torch.Tensor],
-    draw: _Draw,
-    made: Inputs,
-    doubled: bool,
-    with_grad: bool,
+    shared: Sequence[torch.Tensor], draw: _Draw, made: Inputs, doubled: bool, with_grad: bool
 ) -> dict[int, torch.Tensor]:
     """Tensors that lie in one memory, as views of one tensor that is no leaf: it may be written over."""
     lies = [(sizes_of(each.shape), sizes_of(each.stride()), int(_number(each.storage_offset()))) for each in shared]
@@ -223,12 +219,7 @@ def run(
     with ExitStack() as stack:
         for manager in ambient_context(ambient):
             stack.enter_context(manager)
-        values = running.run(
-            calls,
-            inputs.values,
-            attribute=partial(_held, attribute),
-            adapt=_RUNNING[scans],
-        )
+        values = running.run(calls, inputs.values, attribute=partial(_held, attribute), adapt=_RUNNING[scans])
     found = [values[node] for node in read]
     tensors = pytree.tree_leaves([value for node, value in values.items() if node not in inputs.values])
     kinds = {each.dtype for each in tensors if isinstance(each, torch.Tensor) and each.is_floating_point()}

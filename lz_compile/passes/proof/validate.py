@@ -241,11 +241,7 @@ def _replacement(match: Match, call: KernelCall, sizes: Sizes) -> Callable[..., 
 
 
 def _compared(
-    match: Match,
-    case: Case,
-    truth: Sequence[torch.Tensor],
-    given: Sequence[torch.Tensor],
-    ours: Sequence[torch.Tensor],
+    match: Match, case: Case, truth: Sequence[torch.Tensor], given: Sequence[torch.Tensor], ours: Sequence[torch.Tensor]
 ) -> Validation:
     """The verdict on results: float64's, the source's and the kernel's."""
     outputs = [tensor_of(node) for node in match.outputs]

@@ -51,11 +51,7 @@ class Core:
         for node in self.nodes[:-1]:
             outside = [user for user in node.users if user not in inside and not _measures(user, node)]
             if outside:
-                raise RefusedError(
-                    "INTERIOR_USED",
-                    f"{told(node)} is also {_reader(outside[0])}",
-                    if_used,
-                )
+                raise RefusedError("INTERIOR_USED", f"{told(node)} is also {_reader(outside[0])}", if_used)
         self.check_modes(effects)
         for node in self.nodes:
             call = effects.calls[node]

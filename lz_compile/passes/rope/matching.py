@@ -282,7 +282,6 @@ def _wide(table: Table) -> torch.dtype:
 
 def _compute_dtype(rotation: Rotation, core: Core) -> torch.dtype:
     """The widest dtype in which the source multiplies and adds."""
-    calls = {node: rotation.region.effects.calls.get(node) for node in core.nodes}
-    tensors = [tensor_of(node) for node, call in calls.items() if call is not None and call.name in _PRODUCTS]
+    tensors = [tensor_of(node) for node in core.nodes if rotation.region.effects.name(node) in _PRODUCTS]
     kinds = [each.dtype.to_real() if each.is_complex() else each.dtype for each in tensors if each is not None]
     return reduce(torch.promote_types, kinds, tensor_of(rotation.source).dtype)  # type: ignore[union-attr]

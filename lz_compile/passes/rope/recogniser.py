@@ -31,9 +31,7 @@ from lz_compile.passes.rope.rotations import Rotation, check, read
 #: How many operations may lie between a tensor and what is made of its features.
 _BEHIND = 16
 _MANY = 80
-_APART = SPLITS | {
-    *"getitem narrow select view_as_complex flip roll index_select gather take_along_dim".split(),
-}
+_APART = SPLITS | {*"getitem narrow select view_as_complex flip roll index_select gather take_along_dim".split()}
 _PRODUCTS = frozenset({"mul", "addcmul"})
 
 

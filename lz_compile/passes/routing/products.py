@@ -260,8 +260,7 @@ class Summands:
             given = [] if call is None or reader is source or reader not in self.depth else _multiplied(call)
             return [self.effects.current(each, reader) for each in given]
 
-        calls = (self.effects.calls[reader] for reader in reached([node], inner, _NODES))
-        products = (call.node for call in calls if call is not None and call.name in _MULTIPLYING)
+        products = (each for each in reached([node], inner, _NODES) if self.effects.name(each) in _MULTIPLYING)
         return any(_is_vector(each) for product in products for each in inner(product))
 
     def _may_be_input(self, node: fx.Node) -> bool:

@@ -35,14 +35,7 @@ from lz_compile.passes.sampling.limits import limits_of
 from lz_compile.passes.sampling.logit_processors import logit_processors_of
 from lz_compile.passes.sampling.near_misses import sorted_draw, unknown_filter
 from lz_compile.passes.sampling.ordering import ORDERING
-from lz_compile.passes.sampling.recogniser import (
-    OP,
-    SOFTMAXES,
-    Filter,
-    FilterReader,
-    masked_softmax,
-    softmax_input,
-)
+from lz_compile.passes.sampling.recogniser import OP, SOFTMAXES, Filter, FilterReader, masked_softmax, softmax_input
 
 #: So many calls are followed up from what is scattered.
 _MOST_CALLS = 64
@@ -206,14 +199,13 @@ class _Matcher:
 
     def _is_softmax_for_others(self, node: fx.Node, inside: set[fx.Node]) -> bool:
         """Whether a softmax that a filter starts from is read by others, too: it stays for them."""
-        call = self.effects.calls[node]
-        return call is not None and call.name in SOFTMAXES and any(user not in inside for user in node.users)
+        return self.effects.name(node) in SOFTMAXES and any(user not in inside for user in node.users)
 
     def unfiltered(self, node: fx.Node) -> Match | NearMiss | None:
         """Masks before a softmax that no filter stands between, and draws that no filter can be taken from."""
-        call = self.effects.calls[node]
-        if call is not None and call.name in ("multinomial", "argmax"):
-            ordered = sorted_draw(self.effects, node) if call.name == "multinomial" else None
+        name = self.effects.name(node)
+        if name in ("multinomial", "argmax"):
+            ordered = sorted_draw(self.effects, node) if name == "multinomial" else None
             return ordered or unknown_filter(self.effects, node, self.known)
         masked = masked_softmax(self.effects, node)
         return None if masked is None else self.match(node, masked)

@@ -138,11 +138,7 @@ def is_current(record: PerfRecord, spec: KernelSpec) -> bool:
 
 
 def _priors(
-    context: SelectionContext,
-    specs: Sequence[KernelSpec],
-    sizes: Sizes,
-    source_kernel: str | None,
-    left_as: str | None,
+    context: SelectionContext, specs: Sequence[KernelSpec], sizes: Sizes, source_kernel: str | None, left_as: str | None
 ) -> dict[str, Estimate]:
     """What work and the shipped tables say, over the latency of leaving the match alone."""
     priors = {spec.kernel_id: _prior(spec, context, sizes) for spec in specs}

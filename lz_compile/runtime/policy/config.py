@@ -22,14 +22,7 @@ from lz_compile.ground.files import TooLargeError, read_bounded
 from lz_compile.runtime.policy import names, rules
 from lz_compile.runtime.policy.names import Invalid, below, dotted
 from lz_compile.runtime.policy.rules import Lock, Rule, Statement
-from lz_compile.runtime.policy.settings import (
-    CacheSettings,
-    Layer,
-    PerfDBSettings,
-    RanksSettings,
-    Settings,
-    Value,
-)
+from lz_compile.runtime.policy.settings import CacheSettings, Layer, PerfDBSettings, RanksSettings, Settings, Value
 
 if TYPE_CHECKING:
     import yaml

@@ -213,10 +213,7 @@ def _blocked(x: _Shape) -> Work:
     shares = [(i + 1) / blocks for i in range(blocks)] if causal < 1.0 and blocks <= MAX_KINDS else [1.0]
     buffers = x.buffers if x.is_training else [x.bytes_each] * 2
     memory = fresh(*(each * x.scores / blocks * share for share in shares for each in buffers), times=times)
-    amounts: dict[Kind, float] = {
-        "product": times * x.flops * seen,
-        "pointwise": times * points,
-    }
+    amounts: dict[Kind, float] = {"product": times * x.flops * seen, "pointwise": times * points}
     return _work(x, {**amounts, **memory, "call": 3 * times * blocks}, rows=BLOCK)
 
 

@@ -17,14 +17,7 @@ FLAGS = ("-ffp-contract=fast", "-ftree-loop-vectorize")
 
 
 def source(
-    stored: torch.dtype,
-    head_dim: int,
-    value_dim: int,
-    lanes: int,
-    *,
-    has_softcap: bool,
-    has_over: bool,
-    entry: str,
+    stored: torch.dtype, head_dim: int, value_dim: int, lanes: int, *, has_softcap: bool, has_over: bool, entry: str
 ) -> str:
     """The translation unit for caches of a dtype and registers of so many floats; each takes a second to compile."""
     return f"""#include <cstdint>

@@ -222,12 +222,7 @@ def expand(
 
 
 def sums(
-    dk: torch.Tensor,
-    a: torch.Tensor,
-    place: torch.Tensor | None,
-    keep: torch.Tensor | None,
-    count: int,
-    length: int,
+    dk: torch.Tensor, a: torch.Tensor, place: torch.Tensor | None, keep: torch.Tensor | None, count: int, length: int
 ) -> torch.Tensor:
     """What the tokens of every rollout send to ``delta``, in float32."""
     dk, a = dense(dk), dense(a)

@@ -136,7 +136,7 @@ def _around(states: fx.Node, effects: Effects) -> tuple[list[fx.Node], list[fx.N
                 others.append(user)
             elif call.name in PRODUCTS:
                 products.append(user)
-            elif call.name == "mul" and len(user.users) == 1 and _is_sum(next(iter(user.users)), effects):
+            elif call.name == "mul" and [effects.name(each) for each in user.users] == ["sum"]:
                 products.append(next(iter(user.users)))
             elif call.name in CASTS or call.name in _SCALES or layout.is_in_axes(call):
                 inner.append(user)
@@ -144,11 +144,6 @@ def _around(states: fx.Node, effects: Effects) -> tuple[list[fx.Node], list[fx.N
             else:
                 others.append(user)
     return inner, products, others
-
-
-def _is_sum(node: fx.Node, effects: Effects) -> bool:
-    call = effects.calls.get(node)
-    return call is not None and call.name == "sum"
 
 
 def _product(

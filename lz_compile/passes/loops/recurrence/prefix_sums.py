@@ -123,8 +123,7 @@ def _around(effects: Effects, call: Call, inner: Call) -> _Around | None:
                 return _Around(drive, decay, sympy.exp(_SUM + _DECAY))
             if call.name == "cumsum" and value == sympy.exp(-_DECAY):
                 return _Around(drive, decay, _SUM * sympy.exp(_DECAY))
-            own = effects.calls.get(decay)
-            if call.name == "cumsum" and value == 1 / _DECAY and own is not None and own.name == "cumprod":
+            if call.name == "cumsum" and value == 1 / _DECAY and effects.name(decay) == "cumprod":
                 return _Around(drive, decay, _SUM * _DECAY, is_product=True)
     return None
 

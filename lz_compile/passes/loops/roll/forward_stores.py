@@ -296,7 +296,7 @@ def _replaced(load: fx.Node, store: fx.Node, effects: Effects, may_edit: MayEdit
     old, new = tensor_of(load), tensor_of(value)
     if not isinstance(value, fx.Node) or old is None or new is None or kind_of(value) != kind_of(load):
         return False
-    if any((call := effects.calls[user]) is not None and call.name in STRIDED for user in load.users):
+    if any(effects.name(user) in STRIDED for user in load.users):
         return False
     if strides_matter(load) and _copied(old, order_of) != _copied(new, order_of):
         return False
