@@ -124,6 +124,21 @@ def test_what_float64_tells_apart_stays_there_and_what_16_bits_do_not_goes() -> 
     assert dropped(EXPONENTIALS["amax"], lambda total: total + 1e-4, scores()[:3].bfloat16()) == 1
 
 
+def _without_gradients(total: Tensor) -> Tensor:
+    with torch.no_grad():
+        return total + 1e-9
+
+
+def test_a_guard_that_cuts_gradients_off_or_is_given_out_beside_its_sum_stays() -> None:
+    assert dropped(EXPONENTIALS["amax"], _without_gradients, scores().requires_grad_()) == 0
+
+    def both(given: Tensor) -> tuple[Tensor, Tensor]:
+        total = EXPONENTIALS["amax"](given).sum(-1)
+        return total[None], (total + 1e-9)[None]
+
+    assert drop_guards(capture(both, scores()).graph) == 0
+
+
 @pytest.mark.parametrize("guard", GUARDS.values(), ids=GUARDS)
 def test_attention_is_recognised_behind_such_guards(guard: Guard) -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

@@ -97,6 +97,15 @@ def test_other_products_stay_whole(attention: Attention) -> None:
     assert cut(attention) == 0
 
 
+def test_factors_that_are_overwritten_before_the_cut_stay_whole() -> None:
+    def overwritten(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT
+        q.add_(1)
+        return scores[:, :, -1:].softmax(-1) @ v
+
+    assert cut_factors(capture(overwritten, *operands()).graph) == 0
+
+
 def test_a_product_with_a_weight_stays_whole() -> None:
     class Router(nn.Module):
         def __init__(self) -> None:

@@ -87,6 +87,38 @@ def test_other_sums_stay(mix: Mix) -> None:
     assert added(mix) == 0
 
 
+def _overwritten(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    both = torch.stack([a, b]) * _shares(c)
+    a.add_(1)
+    return both.sum(0)
+
+
+def _without_gradients(a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    with torch.no_grad():
+        both = torch.stack([a, b]) * _shares(c)
+    return both.sum(0) * a
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        _overwritten,
+        _without_gradients,
+        lambda a, b, c: torch.stack([a, b]).mul_(_shares(c)).sum(0),
+        lambda a, b, c: (torch.stack([a.half(), b]) * c[0].half()).sum(0),
+        lambda a, b, c: torch.stack([a.half(), b.half()]).mean(0),
+    ],
+    ids=["overwritten", "without_gradients", "in_place", "promoted", "mean_of_large"],
+)
+def test_what_would_be_another_value_at_the_sum_stays(mix: Mix) -> None:
+    given = [each.detach().requires_grad_(mix is _without_gradients) for each in operands()]
+    assert add_terms(capture(mix, *given).graph) == 0
+
+
+def test_a_sum_among_what_is_summed_is_spelled_out_too() -> None:
+    assert added(lambda a, b, c: torch.stack([torch.stack([a, b]).sum(0) * c, b]).sum(0)) == 2
+
+
 @pytest.mark.parametrize("name", ["first", "last", "between", "kept", "softmax"])
 def test_a_blend_over_a_stack_is_one(name: str) -> None:
     def blend(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -83,10 +83,11 @@ def _dropped(node: fx.Node, kept: fx.Node, effects: Effects, may_edit: MayEdit) 
     total, ambient = _sum_of(kept), effects.ambient(node)
     old, new = known_tensor(node), known_tensor(kept)
     is_alike = (new.dtype, shape_of(new), strides_of(new)) == (old.dtype, shape_of(old), strides_of(old))
-    is_given_out = any(user.op == "output" for user in node.users)
-    if total is None or ambient.is_transformed or is_given_out or not is_alike:
+    if total is None or ambient.is_transformed or layout.is_returned(node) or not is_alike:
         return False
-    if any(map(effects.is_overwritten, (node, kept))) or not _is_large(effects, total) or not may_edit(node):
+    if effects.is_overwritten(node) or effects.why_not_forwarded(kept, node, node) or not _is_large(effects, total):
+        return False
+    if not may_edit(node):
         return False
     node.replace_all_uses_with(kept)
     node.graph.erase_node(node)

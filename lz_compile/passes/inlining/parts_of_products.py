@@ -156,8 +156,7 @@ class _Cutter:
     def _part(self, node: fx.Node, cuts: _Cuts, emit: Emitter) -> fx.Node | None:
         """What a node is at these places; None where what it is made of cannot be cut."""
         call = read(node)
-        is_alike = self.effects.ambient(node) == self.effects.ambient(self.node)
-        if call is None or self.effects.is_overwritten(node) or not is_alike:
+        if call is None or self.effects.is_overwritten(node) or self.effects.why_not_moved(node, self.node):
             return None
         if call.name in _PRODUCTS:
             return self._product(call, cuts, emit)

@@ -19,18 +19,23 @@ from lz_compile.passes.graph.view import Call, known_tensor, read, tensor_of, te
 
 _SUMS = frozenset({"sum", "mean"})
 
+#: Values with one of two places, and what they are there.
+_Taken = dict[tuple[fx.Node, int], fx.Node]
+
 
 def add_terms(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     """Spell such sums out, in place, where they may be edited; how many there were."""
     found = [call for node in graph.nodes if (call := read(node)) is not None and _is_stacked(call)]
     effects = Effects(graph) if found else None
-    return sum(effects is not None and _added(call, effects, may_edit) for call in found)
+    return sum(effects is not None and _added(call, effects, may_edit) for call in reversed(found))
 
 
 def _is_stacked(call: Call) -> bool:
     """Whether a call sums over the two parts of a stack, or of its products."""
     tensor = tensor_of(call.node)
     if call.name not in _SUMS or tensor is None or not tensor.is_floating_point() or call.get("dtype") is not None:
+        return False
+    if call.name == "mean" and tensor.dtype == torch.float16:  # of two terms that fit, whose sum does not
         return False
     dim = _summed(call)
     return dim is not None and _holds(call.input, dim)
@@ -58,7 +63,7 @@ def _holds(node: fx.Node, dim: int) -> bool:
     call = read(node)
     if _parts(node, dim) is not None:
         return True
-    if call is None or len(node.users) != 1 or not (call.name == "mul" or is_cast(call)):
+    if call is None or len(node.users) != 1 or call.is_inplace or not (call.name == "mul" or is_cast(call)):
         return False
     rank = known_tensor(node).dim()
     inner = ((each, dim - rank + known_tensor(each).dim()) for each in tensor_operands(node))
@@ -71,14 +76,18 @@ def _added(call: Call, effects: Effects, may_edit: MayEdit) -> bool:
     if dim is None or ambient.is_transformed or ambient.autocast:
         return False
     emit = Emitter(node.graph, old.fake_mode, ambient, node)  # type: ignore[attr-defined]
+    taken: _Taken = {}
     with node.graph.inserting_before(node):
-        value = emit.call(torch.add, *(_element(call.input, dim, place, emit) for place in range(2)))
+        value = emit.call(torch.add, *(_element(call.input, dim, place, emit, taken) for place in range(2)))
         value = emit.call(torch.div, value, 2) if call.name == "mean" else value
         value = emit.call("unsqueeze", value, dim) if call.get("keepdim", False) else value
     new = known_tensor(value)
     is_alike = (new.dtype, shape_of(new)) == (old.dtype, shape_of(old))
     is_alike &= strides_of(new) == strides_of(old) or not strides_matter(node)
-    if any(map(effects.is_overwritten, node.all_input_nodes)) or not is_alike or not may_edit(node):
+    for (each, _), element in taken.items():  # what is made here now, of what there is now
+        is_alike &= known_tensor(element).dtype == known_tensor(each).dtype and not effects.is_overwritten(each)
+        is_alike &= not effects.why_not_moved(each, node)
+    if not is_alike or not may_edit(node):
         while node.prev is not before:
             node.graph.erase_node(node.prev)
         return False
@@ -88,17 +97,19 @@ def _added(call: Call, effects: Effects, may_edit: MayEdit) -> bool:
     return True
 
 
-def _element(node: fx.Node, dim: int, place: int, emit: Emitter) -> fx.Node:
-    """One element of a dimension, the same where there is only one."""
+def _element(node: fx.Node, dim: int, place: int, emit: Emitter, taken: _Taken) -> fx.Node:
+    """One element of a dimension, the same where there is only one; ``taken`` gets those of what is not read any more."""
     call, parts, size = read(node), _parts(node, dim), shape_of(known_tensor(node))[dim]
     if parts is not None:
         is_stack = call is not None and call.name == "stack"
-        return parts[place] if is_stack else emit.call("select", parts[place], dim, 0)
+        taken[node, place] = parts[place] if is_stack else emit.call("select", parts[place], dim, 0)
+        return taken[node, place]
     if call is None or size != 2 or not _holds(node, dim):
         return emit.call("select", node, dim, place if size == 2 else 0)
     rank, found = known_tensor(node).dim(), {}
     for operand in [call.input] if is_cast(call) else tensor_operands(node):
         own = dim - rank + known_tensor(operand).dim()
-        found[operand] = operand if own < 0 else _element(operand, own, place, emit)
+        found[operand] = operand if own < 0 else _element(operand, own, place, emit, taken)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda each: found.get(each, each))
-    return emit.call(node.target, *args, **kwargs)
+    taken[node, place] = emit.call(node.target, *args, **kwargs)
+    return taken[node, place]
