@@ -12,7 +12,6 @@ import torch
 #: Sixteen random bits decide about a weight.
 LEVELS = 2**16
 _LOW = LEVELS - 1
-_COLUMNS = (0x1234567, 0x5432101)
 
 
 def share(dropout_p: float) -> tuple[int, float]:
@@ -22,14 +21,11 @@ def share(dropout_p: float) -> tuple[int, float]:
 
 
 def words(like: torch.Tensor, sizes: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random words of each row ``[3, B, H, Sq, 1]`` and of each column ``[3, 1, 1, 1, Sk]`` of scores of some sizes.
-
-    Those of columns are always the same; a seed that is drawn here decides those of rows.
-    """
+    """Random words of each row ``[3, B, H, Sq, 1]`` and of each column ``[3, 1, 1, 1, Sk]`` of scores of some sizes."""
     batch, heads, rows, columns = sizes
-    seed = (torch.rand_like(like.new_zeros(2, dtype=torch.float32)) * 2**24).to(torch.int64)
+    seed = (torch.rand_like(like.new_zeros(4, dtype=torch.float32)) * 2**24).to(torch.int64)
     of_rows = _words(like, batch * heads * rows, seed[0], seed[1]).reshape(3, batch, heads, rows, 1)
-    return of_rows, _words(like, columns, *_COLUMNS).reshape(3, 1, 1, 1, columns)
+    return of_rows, _words(like, columns, seed[2], seed[3]).reshape(3, 1, 1, 1, columns)
 
 
 def dropped(weights: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor, dropout_p: float) -> torch.Tensor:
@@ -44,7 +40,7 @@ def dropped(weights: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tens
     return weights * (kept.to(weights.dtype) * gain)
 
 
-def _words(like: torch.Tensor, count: Any, first: Any, second: Any) -> torch.Tensor:
+def _words(like: torch.Tensor, count: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Of so many places: two of sixteen bits around one of fifteen, ``[3, count]``."""
     place = like.new_ones((count,), dtype=torch.int64).cumsum(0)
     one = _mixed(place + first)
