@@ -26,7 +26,6 @@ import torch
 from lz_compile.lowering import operands as base
 from lz_compile.lowering.attention_attributes import AttentionAttrs, AttentionFacts
 from lz_compile.lowering.bands import Band
-from lz_compile.lowering.configured import draws_as_eager
 from lz_compile.lowering.operands import MisfitError, operands
 from lz_compile.lowering.sample import Asked, sampler
 
@@ -255,7 +254,7 @@ def features(attrs: AttentionAttrs, facts: AttentionFacts) -> dict[str, str]:
         "documents": attrs.has_documents and "documents that do not see each other",
         "sliding_window": is_window and f"a window from {band.lower} to {band.upper} around each query",
         "dropout": attrs.dropout_p > 0 and f"dropout of {attrs.dropout_p:g}",
-        "eager_dropout": attrs.dropout_p > 0 and draws_as_eager() and "uncompiled random numbers (fallback_random)",
+        "eager_dropout": attrs.dropout_p > 0 and _draws_as_eager() and "uncompiled random numbers (fallback_random)",
         "softcap": attrs.softcap is not None and f"scores capped at {attrs.softcap}",
         "sinks": attrs.has_sinks and "an attention sink in the softmax",
         "masked_row_fill": attrs.masked_rows == "fill" and "fills of masked scores that differ within a row",
@@ -276,6 +275,12 @@ def features(attrs: AttentionAttrs, facts: AttentionFacts) -> dict[str, str]:
         "dynamic_causal": has_band and symbolic and f"a causal mask with symbolic {' and '.join(symbolic)}",
     }
     return {name: text for name, text in needed.items() if isinstance(text, str)}
+
+
+def _draws_as_eager() -> bool:
+    from lz_compile.lowering import configured  # it loads Inductor's settings, and Triton with them
+
+    return configured.draws_as_eager()
 
 
 @dataclass(frozen=True)
