@@ -59,6 +59,18 @@ class Emitter:
             return function(*pytree.tree_map(readable, args), **pytree.tree_map(readable, kwargs))
 
 
+def replaced(node: fx.Node, value: fx.Node | None, before: fx.Node, *, is_wanted: bool) -> bool:
+    """Let ``value``, made ahead of a node, take its place; or erase all that was made after ``before``. Whether it did."""
+    if value is None or not is_wanted:
+        while node.prev is not before:
+            node.graph.erase_node(node.prev)
+        return False
+    value.meta = {**node.meta, **value.meta}
+    node.replace_all_uses_with(value)
+    node.graph.erase_node(node)
+    return True
+
+
 def readable(value: Any) -> Any:
     """A tensor, or one in other memory for a view that PyTorch does not read again, for its base was written to since."""
     if isinstance(value, torch.Tensor) and value._is_view():

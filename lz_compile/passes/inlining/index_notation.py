@@ -18,7 +18,7 @@ from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula.expressions import constant_value, is_cast
 from lz_compile.passes.formula.layout import Notation, notation
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.emitter import Emitter
+from lz_compile.passes.graph.emitter import Emitter, replaced
 from lz_compile.passes.graph.view import Call, known_tensor, read, tensor_of
 
 #: Joins, with the dimension along which they join tensors of how many dimensions at least; those of one less get a new one.
@@ -61,14 +61,7 @@ def _spelled(node: fx.Node, effects: Effects, may_edit: MayEdit) -> bool:
         return False
     new = known_tensor(value)
     is_alike = (new.dtype, shape_of(new), strides_of(new)) == (old.dtype, shape_of(old), strides_of(old))
-    if value in node.all_input_nodes or not is_alike or not may_edit(node):
-        while node.prev is not before:
-            node.graph.erase_node(node.prev)
-        return False
-    value.meta = {**node.meta, **value.meta}
-    node.replace_all_uses_with(value)
-    node.graph.erase_node(node)
-    return True
+    return replaced(node, value, before, is_wanted=value not in node.all_input_nodes and is_alike and may_edit(node))
 
 
 def _arithmetic(call: Call, emit: Emitter) -> fx.Node | None:

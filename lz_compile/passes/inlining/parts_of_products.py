@@ -22,7 +22,7 @@ from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.moves import strides_matter
 from lz_compile.passes.formula.pointwise import is_exponential, is_pointwise
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.emitter import Emitter
+from lz_compile.passes.graph.emitter import Emitter, replaced
 from lz_compile.passes.graph.view import Call, known_tensor, reached, read, tensor_of, tensor_operands
 from lz_compile.passes.graph.writes import DROPOUTS
 
@@ -144,14 +144,7 @@ class _Cutter:
         new = old if value is None else known_tensor(value)
         is_alike = (new.dtype, shape_of(new)) == (old.dtype, shape_of(old))
         is_alike &= strides_of(new) == strides_of(old) or not strides_matter(node)
-        if value is None or not is_alike or not may_edit(node):
-            while node.prev is not before:
-                node.graph.erase_node(node.prev)
-            return False
-        value.meta = {**node.meta, **value.meta}
-        node.replace_all_uses_with(value)
-        node.graph.erase_node(node)
-        return True
+        return replaced(node, value, before, is_wanted=value is not None and is_alike and may_edit(node))
 
     def _part(self, node: fx.Node, cuts: _Cuts, emit: Emitter) -> fx.Node | None:
         """What a node is at these places; None where what it is made of cannot be cut."""

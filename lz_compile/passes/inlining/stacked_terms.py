@@ -14,7 +14,7 @@ from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.expressions import is_cast
 from lz_compile.passes.formula.moves import strides_matter
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.emitter import Emitter
+from lz_compile.passes.graph.emitter import Emitter, replaced
 from lz_compile.passes.graph.view import Call, known_tensor, read, tensor_of, tensor_operands
 
 _SUMS = frozenset({"sum", "mean"})
@@ -87,14 +87,7 @@ def _added(call: Call, effects: Effects, may_edit: MayEdit) -> bool:
     for (each, _), element in taken.items():  # what is made here now, of what there is now
         is_alike &= known_tensor(element).dtype == known_tensor(each).dtype and not effects.is_overwritten(each)
         is_alike &= not effects.why_not_moved(each, node)
-    if not is_alike or not may_edit(node):
-        while node.prev is not before:
-            node.graph.erase_node(node.prev)
-        return False
-    value.meta = {**node.meta, **value.meta}
-    node.replace_all_uses_with(value)
-    node.graph.erase_node(node)
-    return True
+    return replaced(node, value, before, is_wanted=is_alike and may_edit(node))
 
 
 def _element(node: fx.Node, dim: int, place: int, emit: Emitter, taken: _Taken) -> fx.Node:
