@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
+from functools import partial
 from inspect import signature
 from operator import attrgetter
 from typing import Any, cast
@@ -30,6 +31,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_t
 from torch.utils._pytree import tree_leaves
 
 from lz_compile.ground import events
+from lz_compile.ground.fingerprint import source_hash
+from lz_compile.ground.sizes import hinted
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.lowering.configured import configuration, let_subclasses_in
 from lz_compile.lowering.cpp_builds import element_by_element, kernels_joined, know_instructions
@@ -42,6 +45,7 @@ from lz_compile.lowering.overwritten_inputs import (
 )
 from lz_compile.lowering.regions import has_regions, untangle, writing_to_no_operand
 from lz_compile.lowering.spelled_for_inductor import choose_by_masks, spell_out_factors
+from lz_compile.lowering.wide_products import widen_products
 
 
 class _Fingerprint(CustomGraphPass):
@@ -71,14 +75,22 @@ _ROUNDED_ALIKE = {
 
 
 def compile_graph(
-    module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], cache_key: str, *, rounds_alike: bool = False
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    config: dict[str, Any],
+    cache_key: str,
+    *,
+    rounds_alike: bool = False,
+    widens: bool = True,
 ) -> Callable[..., Any]:
     """Hand a graph to Inductor; ``cache_key`` becomes part of its cache keys.
 
-    ``rounds_alike`` lets pointwise code on CPUs give an element the same bits wherever it stands.
+    ``rounds_alike`` lets pointwise code on CPUs give an element the same bits wherever it stands; ``widens`` lets products
+    be computed in float32 where PyTorch has none in their dtype.
     """
     know_instructions(inputs)
-    patches = {**config, **_around("post_grad_custom_pre_pass", _mend, config, f"{cache_key}{rounds_alike}")}
+    mend = partial(_mend, widens=widens)
+    patches = {**config, **_around("post_grad_custom_pre_pass", mend, config, f"{cache_key}{rounds_alike}{widens}")}
     patches |= _ROUNDED_ALIKE if rounds_alike else {}
     patches |= _around("joint_custom_pre_pass", copy_what_is_overwritten, config, cache_key)
     patches |= _around("joint_custom_post_pass", _keep, config, cache_key)
@@ -250,12 +262,8 @@ def _tell_strides(kept: Sequence[torch.Tensor | None]) -> None:
     for i, (tensor, strides) in enumerate(zip(kept, told or (), strict=False)):
         if told is not None and tensor is not None and strides is not None:
             dims = zip(tensor.shape, tensor.stride(), strides, strict=True)
-            is_same = all(_hint(size) == 1 or _hint(traced) == real for size, traced, real in dims)
+            is_same = all(hinted(size) == 1 or hinted(traced) == real for size, traced, real in dims)
             told[i] = None if is_same else strides
-
-
-def _hint(size: Any) -> Any:
-    return size.node.hint if isinstance(size, torch.SymInt) else size
 
 
 def _held(module: fx.GraphModule) -> Iterator[torch.Tensor]:
@@ -301,11 +309,13 @@ def _bases(module: fx.GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:
     return found
 
 
-def _mend(graph: fx.Graph) -> None:
-    """What Inductor's passes over a forward or a backward would make wrong values of."""
+def _mend(graph: fx.Graph, *, widens: bool = True) -> None:
+    """What Inductor's passes over a forward or a backward would make wrong values of, or code that takes much longer."""
     hand_over_copies(graph)
     spell_out_factors(graph)
     choose_by_masks(graph)
+    if widens:
+        widen_products(graph)
 
 
 def _keep(graph: fx.Graph) -> None:
@@ -350,9 +360,10 @@ def compile_apart(function: Callable[..., Any], inputs: Sequence[Any]) -> Callab
     A backward is compiled when it first runs: that too has to be done inside of :func:`apart`.
     """
     know_instructions(inputs)
+    config = configuration()
+    patches = {**config, **_around("post_grad_custom_pre_pass", _mend, config, source_hash())}
     with apart():
-        module = make_fx(function)(*inputs)
-        return cast("Callable[..., Any]", compile_fx(module, inputs, config_patches=configuration()))
+        return cast("Callable[..., Any]", compile_fx(make_fx(function)(*inputs), inputs, config_patches=patches))
 
 
 def fuses_attention(

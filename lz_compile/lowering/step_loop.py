@@ -20,6 +20,7 @@ from torch import fx
 
 from lz_compile.ground import events
 from lz_compile.ground.isolation import isolated
+from lz_compile.ground.sizes import hinted
 from lz_compile.lowering import cpp_builds, inductor
 from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.step_source import LoopWriter, NotKernelsError, written
@@ -213,8 +214,8 @@ def _hints(sizes: Iterable[Any]) -> tuple[int, ...]:
 
 def _hint(size: Any) -> int:
     """A size as the first call has it."""
-    found = size.node.hint if isinstance(size, torch.SymInt) else size
-    if not isinstance(found, int):
+    found = hinted(size)
+    if found is None:
         raise NotKernelsError("a size is known when the code runs, and not before")
     return found
 

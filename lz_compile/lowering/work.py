@@ -12,7 +12,7 @@ from lz_compile.ground.hardware import hardware, has_short_products
 
 #: Kinds of work, and the units of their amounts:
 #:
-#: product          floating-point operations of batched matrix products, at a number of rows
+#: product          floating-point operations of batched matrix products in compiled code, at a number of rows
 #: own_product      the same in the dtype that kernels of ours multiply in (:func:`product_dtype`)
 #: row              elements that products with one row read (in float32: Inductor widens), at a number of keys
 #: group            elements that products with a few rows read, at a number of keys
@@ -43,10 +43,17 @@ FRESH_FROM = 1 << 25
 KEPT = 2 * FRESH_FROM
 
 
+def is_looped(dtype: torch.dtype) -> bool:
+    """Whether PyTorch multiplies ``dtype`` on this CPU in plain loops, for want of instructions."""
+    isa = hardware("cpu").isa
+    if dtype == torch.float16:
+        return "avx2" in isa and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return dtype == torch.bfloat16 and not has_short_products(isa)
+
+
 def product_dtype(dtype: torch.dtype) -> torch.dtype:
     """What kernels of ours multiply ``dtype`` in on this CPU: 16 bits are widened where it has no fast products of them."""
-    is_slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not has_short_products(hardware("cpu").isa))
-    return torch.float32 if is_slow else dtype
+    return torch.float32 if dtype == torch.float16 or is_looped(dtype) else dtype
 
 
 @dataclass(frozen=True)

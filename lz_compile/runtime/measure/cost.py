@@ -31,7 +31,7 @@ from lz_compile.ground.hardware import hardware, has_short_products
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.store import Store
 from lz_compile.lowering import frames
-from lz_compile.lowering.work import KEPT, Kind, Work, product_dtype
+from lz_compile.lowering.work import KEPT, Kind, Work, is_looped, product_dtype
 from lz_compile.runtime.problem.context import SelectionContext, name_of
 
 #: What two estimates may differ by without one being faster: the model's own error.
@@ -238,9 +238,8 @@ def _pass(dtype: torch.dtype) -> dict[str, list[tuple[float, float]]]:
 def _at_rows(dtype: torch.dtype, rows: int) -> dict[Kind, float]:
     operands, own_dtype = _operands(dtype, rows, rows), product_dtype(dtype)
     flops = _flops(rows)
-    products = own = _products(*operands)
-    if own_dtype != dtype:
-        own = _products(*_operands(own_dtype, rows, rows))
+    own = _products(*_operands(own_dtype, rows, rows))
+    products = own if own_dtype == dtype or is_looped(dtype) else _products(*operands)  # loops are not what we compile
     scores = torch.full((_HEADS, rows, rows), 0.1, dtype=dtype)
     softmax = _us(partial(torch.softmax, dim=-1, out=torch.empty_like(scores)), scores)
     forward = _us(_attention, *operands)
