@@ -57,6 +57,8 @@ bench: $(STAMP) ## run the benchmarks
 	$(PY) -m benchmarks.paged_attention
 	$(PY) -m benchmarks.quantised
 	$(PY) -m benchmarks.quantised --model
+	$(PY) -m benchmarks.wide_products
+	$(PY) -m benchmarks.wide_products --training
 	$(PY) -m benchmarks.static_cache
 	$(PY) -m benchmarks.selection
 	$(PY) -m benchmarks.eager_selection

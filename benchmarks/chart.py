@@ -40,6 +40,8 @@ TITLES = {
     "sampling": "lz.sample over torch.multinomial",
     "paged_attention": "decoding over caches in blocks",
     "quantised": "products with weights of few bits",
+    "wide_products": "products of 16 bits without instructions",
+    "wide_products_training": "the same, training step",
     "routing": "lz.routed_adapter, training step",
     "blend": "blends",
     "attention_gpu": "attention on a GPU, forward",
