@@ -121,8 +121,19 @@ def test_sizes_may_be_symbols():
     widen_products(module.graph)
     assert module.graph.find_nodes(op="call_function", target=WIDE)
     module.recompile()
-    longer = torch.randn(31, 40).bfloat16()
-    torch.testing.assert_close(module(longer, b), product(longer, b), rtol=1e-2, atol=1e-2)
+    for rows in (1, 31):  # every call is asked whether it pays
+        other = torch.randn(rows, 40).bfloat16()
+        torch.testing.assert_close(module(other, b), product(other, b), rtol=1e-2, atol=1e-2)
+
+
+def test_a_call_that_gains_nothing_is_pytorchs_own(monkeypatch):
+    called = []
+    monkeypatch.setattr(wide_products, "_looped", lambda *given: called.append(given) or torch.mm(*given[:2]))
+    kept = torch.randn(700, 4000).bfloat16()
+    wide_products._wide_product(torch.randn(8, 4000).bfloat16(), kept.mT, None, 1, 1)
+    assert not called
+    wide_products._wide_product(torch.randn(1, 4000).bfloat16(), kept.mT, None, 1, 1)
+    assert called
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, fx
 
-from lz_compile.ground.sizes import hinted
 from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.work import is_looped
 
@@ -26,9 +25,9 @@ _CONVOLUTIONS = (_ATEN.convolution.default, _ATEN.convolution_backward.default)
 _PIECE = 1 << 20
 #: Rows of a piece, for which one of the other factor is widened once, and the fewest columns, which lie in a row of memory.
 _ROWS, _COLUMNS = 1024, 256
-#: Multiplications from which widening pays, and rows, where those of the other factor's columns lie side by side in memory:
-#: PyTorch reads them as fast as float32 for a single row (an EPYC with AVX2).
-_LEAST, _FEW = 1 << 19, 4
+#: Rows and multiplications from which widening pays, where the columns of the right factor lie side by side in memory: of a
+#: single row PyTorch reads these as fast as float32. Elsewhere its loops take many times as long (an EPYC with AVX2).
+_FEW, _LEAST, _ACROSS = 4, 1 << 21, 8
 
 
 def widen_products(graph: fx.Graph) -> None:
@@ -36,7 +35,7 @@ def widen_products(graph: fx.Graph) -> None:
     for target, first in _PRODUCTS.items():
         for call in graph.find_nodes(op="call_function", target=target):
             added, (left, right) = call.args[:first], call.args[first : first + 2]
-            if _pays(left.meta["val"], right.meta["val"]):
+            if _is_looped(left.meta["val"]) and _pays(left.meta["val"], right.meta["val"]):
                 factors = [call.kwargs.get(name, 1) for name in ("beta", "alpha")]
                 call.target = torch.ops.layerzero.wide_product_kernel.default
                 call.args, call.kwargs = (left, right, *(added or (None,)), *factors), {}
@@ -72,10 +71,12 @@ def _cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
 
 
 def _pays(left: Tensor, right: Tensor) -> bool:
-    if not _is_looped(left):
-        return False
-    sizes = [hinted(each) or 0 for each in (*left.shape, right.shape[-1])]  # none where only data tell
-    return math.prod(sizes) >= _LEAST and (sizes[-3] >= _FEW or hinted(right.stride(-2)) != 1)
+    """Whether widening does; it may where sizes are symbols, so that each call is asked again."""
+    sizes, stride = (*left.shape, right.shape[-1]), right.stride(-2)
+    if not all(isinstance(each, int) for each in (*sizes, stride)):
+        return True
+    is_across = stride != 1
+    return bool((is_across or sizes[-3] >= _FEW) and math.prod(sizes) * (_ACROSS if is_across else 1) >= _LEAST)
 
 
 def _is_looped(tensor: Tensor) -> bool:
@@ -84,6 +85,8 @@ def _is_looped(tensor: Tensor) -> bool:
 
 def _wide_product(left: Tensor, right: Tensor, added: Tensor | None, beta: float, alpha: float) -> Tensor:
     """``beta * added + alpha * (left @ right)`` of ``[..., M, K]`` and ``[..., K, N]`` with one batch dimension or none."""
+    if not _pays(left, right):
+        return _looped(left, right, added, beta, alpha)
     found = _fake(left, right, added, beta, alpha)
     shape = (1,) * (3 - found.dim()) + tuple(found.shape)
     left, right, result = (each.reshape(shape[0], *each.shape[-2:]) for each in (left, right, found))
