@@ -47,7 +47,8 @@ def is_looped(dtype: torch.dtype) -> bool:
     """Whether PyTorch multiplies ``dtype`` on this CPU in plain loops, for want of instructions."""
     isa = hardware("cpu").isa
     if dtype == torch.float16:
-        return "avx2" in isa and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+        has_library = torch.backends.mkldnn.is_available()
+        return "avx2" in isa and not (has_library and torch.ops.mkldnn._is_mkldnn_fp16_supported())
     return dtype == torch.bfloat16 and not has_short_products(isa)
 
 
