@@ -26,8 +26,8 @@ _PIECE = 1 << 20
 #: Rows of a piece, for which one of the other factor is widened once, and the fewest columns, which lie in a row of memory.
 _ROWS, _COLUMNS = 1024, 256
 #: Rows and multiplications from which widening pays, where the columns of the right factor lie side by side in memory: of a
-#: single row PyTorch reads these as fast as float32. Elsewhere its loops take many times as long (an EPYC with AVX2).
-_FEW, _LEAST, _ACROSS = 4, 1 << 21, 8
+#: few rows PyTorch reads these as fast as float32. Elsewhere its loops take many times as long (an EPYC with AVX2).
+_FEW, _LEAST, _ACROSS = 8, 1 << 21, 8
 
 
 def widen_products(graph: fx.Graph) -> None:
