@@ -11,9 +11,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lz_compile import reports
+from lz_compile.lowering import dropping
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
-from lz_compile.lowering.kernels.attention import blocked, capping, dropping
+from lz_compile.lowering.kernels.attention import blocked, capping
 from lz_compile.lowering.ops.attention import Operands, reference
 
 

@@ -36,6 +36,7 @@ from lz_compile.ground.sizes import hinted
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.lowering.configured import configuration, let_subclasses_in
 from lz_compile.lowering.cpp_builds import element_by_element, kernels_joined, know_instructions
+from lz_compile.lowering.dropping import mix_masks
 from lz_compile.lowering.frames import RESTARTS, allow_counters, apart
 from lz_compile.lowering.overwritten_inputs import (
     copy_what_is_overwritten,
@@ -81,16 +82,16 @@ def compile_graph(
     cache_key: str,
     *,
     rounds_alike: bool = False,
-    widens: bool = True,
+    hastens: bool = True,
 ) -> Callable[..., Any]:
     """Hand a graph to Inductor; ``cache_key`` becomes part of its cache keys.
 
-    ``rounds_alike`` lets pointwise code on CPUs give an element the same bits wherever it stands; ``widens`` lets products
-    be computed in float32 where PyTorch has none in their dtype.
+    ``rounds_alike`` lets pointwise code on CPUs give an element the same bits wherever it stands; ``hastens`` lets products
+    in 16 bits and dropout be computed in other ways, where a CPU takes long.
     """
     know_instructions(inputs)
-    mend = partial(_mend, widens=widens)
-    patches = {**config, **_around("post_grad_custom_pre_pass", mend, config, f"{cache_key}{rounds_alike}{widens}")}
+    mend = partial(_mend, hastens=hastens)
+    patches = {**config, **_around("post_grad_custom_pre_pass", mend, config, f"{cache_key}{rounds_alike}{hastens}")}
     patches |= _ROUNDED_ALIKE if rounds_alike else {}
     patches |= _around("joint_custom_pre_pass", copy_what_is_overwritten, config, cache_key)
     patches |= _around("joint_custom_post_pass", _keep, config, cache_key)
@@ -309,13 +310,14 @@ def _bases(module: fx.GraphModule, inputs: Sequence[Any]) -> list[torch.Tensor]:
     return found
 
 
-def _mend(graph: fx.Graph, *, widens: bool = True) -> None:
+def _mend(graph: fx.Graph, *, hastens: bool = True) -> None:
     """What Inductor's passes over a forward or a backward would make wrong values of, or code that takes much longer."""
     hand_over_copies(graph)
     spell_out_factors(graph)
     choose_by_masks(graph)
-    if widens:
+    if hastens:
         widen_products(graph)
+        mix_masks(graph, select_decomp_table())
 
 
 def _keep(graph: fx.Graph) -> None:

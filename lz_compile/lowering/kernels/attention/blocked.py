@@ -20,9 +20,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.utils.checkpoint import CheckpointPolicy
 
 from lz_compile.ground.sizes import is_one
+from lz_compile.lowering import dropping
 from lz_compile.lowering.attention_attributes import AttentionAttrs
 from lz_compile.lowering.bands import Band
-from lz_compile.lowering.kernels.attention import capping, dropping, mask_numbers
+from lz_compile.lowering.kernels.attention import capping, mask_numbers
 from lz_compile.lowering.ops.attention import Operands
 
 #: Operands that are not broadcast to scores as they are.

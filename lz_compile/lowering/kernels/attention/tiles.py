@@ -18,8 +18,9 @@ from typing import Any
 
 import torch
 
+from lz_compile.lowering import dropping
 from lz_compile.lowering.attention_attributes import AttentionAttrs
-from lz_compile.lowering.kernels.attention import cpp_scores, dropping
+from lz_compile.lowering.kernels.attention import cpp_scores
 from lz_compile.lowering.kernels.attention.bit_fills import Fill, fill_where
 from lz_compile.lowering.kernels.attention.token_major import Operands
 from lz_compile.lowering.work import product_dtype

@@ -1,0 +1,115 @@
+"""What dropout drops, as a function of a seed and of an element's place: whole numbers, which compiled code mixes in vectors.
+
+Inductor's own generator on CPUs (Philox) makes one number after the other, which takes 30 times as long as a softmax.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+#: Sixteen random bits decide about an element.
+LEVELS = 2**16
+_LOW, _SEED = LEVELS - 1, 2**31 - 1
+#: Elements from which a mask is mixed, and columns that it has at least: those of several dimensions where one has fewer.
+_LEAST, _COLUMNS = 1 << 14, 64
+
+
+def share(dropout_p: float) -> tuple[int, float]:
+    """How many of all levels are dropped, and what the other elements are multiplied with."""
+    dropped = round(dropout_p * LEVELS)
+    return dropped, LEVELS / max(LEVELS - dropped, 1)
+
+
+def words(like: torch.Tensor, sizes: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random words of each row ``[3, B, H, Sq, 1]`` and of each column ``[3, 1, 1, 1, Sk]`` of scores of some sizes."""
+    seeds = (torch.rand_like(like.new_zeros(4, dtype=torch.float32)) * 2**24).to(torch.int64).unbind(0)
+    return _words_of(like, sizes, seeds)
+
+
+def dropped(weights: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    """Weights ``[B, H, Sq, Sk]`` after dropout: zero, or larger. NaN remain."""
+    return weights * (_kept(of_rows, of_columns, dropout_p).to(weights.dtype) * share(dropout_p)[1])
+
+
+def mix_masks(graph: fx.Graph, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
+    """Let Inductor's dropout on CPUs, ``random > p``, be mixed of its seed instead, in place, in a graph of its operators.
+
+    Nobody else reads those numbers. Where sizes are symbols they stay.
+    """
+    for random in graph.find_nodes(op="call_function", target=torch.ops.prims.inductor_random.default):
+        sizes, seed, kind = random.args
+        read = random
+        if len(read.users) == 1 and next(iter(read.users)).target is torch.ops.prims.convert_element_type.default:
+            (read,) = read.users
+        (test,) = read.users if len(read.users) == 1 else (None,)
+        is_dropout = kind == "rand" and test is not None and test.target is torch.ops.aten.gt.Scalar
+        is_sized = all(isinstance(size, int) for size in sizes) and math.prod(sizes) >= _LEAST
+        if not (is_dropout and is_sized and random.meta["val"].device.type == "cpu" and 0 <= test.args[1] <= 1):
+            continue
+        traced = _traced(seed.meta["val"], sizes, test.args[1], decompositions)
+        (given,) = traced.find_nodes(op="placeholder")
+        with graph.inserting_before(test):
+            mask = graph.graph_copy(traced, {given: seed})
+        test.replace_all_uses_with(mask)
+        for each in (test, *([read] if read is not random else []), random):
+            graph.erase_node(each)
+
+
+def _traced(
+    seed: torch.Tensor, sizes: Sequence[int], dropout_p: float, decompositions: Mapping[Any, Callable[..., Any]]
+) -> fx.Graph:
+    def mask(given: torch.Tensor) -> torch.Tensor:
+        return _mask(given, sizes, dropout_p)
+
+    with seed.fake_mode:  # type: ignore[attr-defined]
+        return make_fx(mask, dict(decompositions))(seed).graph
+
+
+def _mask(seed: torch.Tensor, sizes: Sequence[int], dropout_p: float) -> torch.Tensor:
+    """Which elements of a tensor of some sizes are kept."""
+    columns = 1
+    for size in reversed(sizes):
+        columns *= size if columns < _COLUMNS else 1
+    halves = seed & _SEED, (seed >> 31) & _SEED
+    seeds = [_mixed(half ^ start) for start in (0, 0x2545F491) for half in halves]
+    of_rows, of_columns = _words_of(seed, (1, 1, math.prod(sizes) // columns, columns), seeds)
+    return _kept(of_rows, of_columns, dropout_p).reshape(sizes)
+
+
+def _kept(of_rows: torch.Tensor, of_columns: torch.Tensor, dropout_p: float) -> torch.Tensor:
+    """Which places of rows and columns are kept.
+
+    One word of a place is uniform by itself; the product of two others leaves no pattern in blocks of rows and columns.
+    No number leaves 32 bits, so that all machines agree on it.
+    """
+    first, second, third = torch.bitwise_xor(of_rows, of_columns).unbind(0)
+    return ((((first * second) >> 8) ^ third) & _LOW) >= share(dropout_p)[0]
+
+
+def _words_of(
+    like: torch.Tensor, sizes: tuple[Any, ...], seeds: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, heads, rows, columns = sizes
+    of_rows = _words(like, batch * heads * rows, seeds[0], seeds[1]).reshape(3, batch, heads, rows, 1)
+    return of_rows, _words(like, columns, seeds[2], seeds[3]).reshape(3, 1, 1, 1, columns)
+
+
+def _words(like: torch.Tensor, count: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Of so many places: two of sixteen bits around one of fifteen, ``[3, count]``."""
+    place = like.new_ones((count,), dtype=torch.int64).cumsum(0)
+    one = _mixed(place + first)
+    other = _mixed(one ^ second)
+    return torch.stack([each.to(torch.int32) for each in (one & _LOW, one >> 16, other & _LOW)])
+
+
+def _mixed(number: torch.Tensor) -> torch.Tensor:
+    """A permutation of numbers of 31 bits; each product has at most 62."""
+    for factor in (0x45D9F3B, 0x2C1B3C6D):
+        number = ((number ^ (number >> 15)) * factor) & 0x7FFFFFFF
+    return number ^ (number >> 16)
