@@ -56,14 +56,12 @@ def inductor_runner(mode: str | None, options: dict[str, Any]) -> Runner:
     """Compiles a rewritten graph with Inductor, under its mode and options; the decisions are part of its cache keys."""
     config = configured.config_of(mode, options)
     alike = row_bits.is_wanted(policy.current())
-    widens = (
-        policy.current().settings.enabled and not alike
-    )  # a row of a product in float32 has other bits beside other rows
+    hastens = policy.current().settings.enabled and not alike  # rows of a product in float32 have other bits together
 
     def run(graph: fx.GraphModule, inputs: Sequence[Any], report: GraphReport) -> Callable[..., Any]:
         begins = [str(known_tensor(node).storage_offset()) for node in read_by_place(graph.graph)]
         key = _cache_key(report, begins)
-        return inductor.compile_graph(graph, inputs, config, key, rounds_alike=alike, widens=widens)
+        return inductor.compile_graph(graph, inputs, config, key, rounds_alike=alike, hastens=hastens)
 
     return run
 

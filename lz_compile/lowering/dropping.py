@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+_CAST, _TEST = torch.ops.prims.convert_element_type.default, torch.ops.aten.gt.Scalar
 #: Sixteen random bits decide about an element.
 LEVELS = 2**16
 _LOW, _SEED = LEVELS - 1, 2**31 - 1
@@ -42,22 +43,24 @@ def mix_masks(graph: fx.Graph, decompositions: Mapping[Any, Callable[..., Any]])
 
     Nobody else reads those numbers. Where sizes are symbols they stay.
     """
-    for random in graph.find_nodes(op="call_function", target=torch.ops.prims.inductor_random.default):
+    generator = torch.ops.prims.inductor_random.default  # which Inductor defines
+    for random in graph.find_nodes(op="call_function", target=generator):
         sizes, seed, kind = random.args
-        read = random
-        if len(read.users) == 1 and next(iter(read.users)).target is torch.ops.prims.convert_element_type.default:
-            (read,) = read.users
-        (test,) = read.users if len(read.users) == 1 else (None,)
-        is_dropout = kind == "rand" and test is not None and test.target is torch.ops.aten.gt.Scalar
+        chain = [random]
+        while len(chain[-1].users) == 1 and chain[-1].target in (generator, _CAST):
+            chain += chain[-1].users
+        test = chain[-1]
         is_sized = all(isinstance(size, int) for size in sizes) and math.prod(sizes) >= _LEAST
-        if not (is_dropout and is_sized and random.meta["val"].device.type == "cpu" and 0 <= test.args[1] <= 1):
+        if not is_sized or kind != "rand" or test.target is not _TEST or not 0 <= test.args[1] <= 1:
+            continue
+        if random.meta["val"].device.type != "cpu":
             continue
         traced = _traced(seed.meta["val"], sizes, test.args[1], decompositions)
         (given,) = traced.find_nodes(op="placeholder")
         with graph.inserting_before(test):
             mask = graph.graph_copy(traced, {given: seed})
         test.replace_all_uses_with(mask)
-        for each in (test, *([read] if read is not random else []), random):
+        for each in reversed(chain):
             graph.erase_node(each)
 
 

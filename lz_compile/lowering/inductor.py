@@ -362,8 +362,7 @@ def compile_apart(function: Callable[..., Any], inputs: Sequence[Any]) -> Callab
     A backward is compiled when it first runs: that too has to be done inside of :func:`apart`.
     """
     know_instructions(inputs)
-    config = configuration()
-    patches = {**config, **_around("post_grad_custom_pre_pass", _mend, config, source_hash())}
+    patches = configuration() | _around("post_grad_custom_pre_pass", _mend, configuration(), source_hash())
     with apart():
         return cast("Callable[..., Any]", compile_fx(make_fx(function)(*inputs), inputs, config_patches=patches))
 

@@ -52,8 +52,8 @@ _BAND_NUMBERS, _NUMBERS = 0.3, 0.6
 #: of ours does (capping.py): with Inductor's loads and stores around it, or in one pass over a tile. The last two take 1.0
 #: and 0.5 on that EPYC, and 1.7 and 2 to 3.4 on a Xeon with AMX, whose softmax is faster.
 _TANH, _CAPPED, _CAPPED_TILE = 3.3, 1.5, 1.5
-#: What a random number takes of a softmax: Inductor's, sixteen bits of PyTorch's generator, and those of `dropping.py`.
-_PHILOX, _DRAWN, _MIXED = 30.0, 4.0, 0.5
+#: What a random number takes of a softmax: sixteen bits of PyTorch's generator, and those of `dropping.py`.
+_DRAWN, _MIXED = 4.0, 0.5
 
 
 @dataclass(frozen=True)
@@ -148,7 +148,7 @@ def _written_out(x: _Shape) -> Work:
         points += _APART * x.held
     times = 3 if x.is_training else 1
     memory = fresh(*(x.scores * each for each in x.buffers * (2 if x.is_training else 1)))
-    points = times * points + x.scores * x.conditions(0.0, 0.0, 0.0, drawn=_PHILOX)  # a backward reads what was drawn
+    points = times * points + x.scores * x.conditions(0.0, 0.0, 0.0, drawn=_MIXED)  # a backward reads what was drawn
     return _work(x, {"product": times * x.flops, "pointwise": points, **memory, "call": 4 * times})
 
 
