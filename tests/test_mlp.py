@@ -544,6 +544,28 @@ def test_zeros_for_nan_and_limits_far_away_stay() -> None:
         torch.testing.assert_close(got, function(rows, weight))
 
 
+@pytest.mark.parametrize(
+    "gate",
+    [
+        lambda x: torch.sigmoid(x) * x.clamp(max=1e8),
+        lambda x: torch.sigmoid(x) * x.clamp(-1e17, 1e17),
+        lambda x: torch.where(x.abs() < 1e-5, 0, F.silu(x)),
+    ],
+)
+def test_numbers_far_away_and_next_to_zero_are_looked_at(gate: Callable[[Tensor], Tensor]) -> None:
+    """A limit that only the largest numbers reach, and a dead zone: its gradient at zero is none."""
+    x = torch.tensor([[1e9], [3e17], [0.0]], requires_grad=True)
+
+    def function(x: Tensor) -> Tensor:
+        return gate(x @ torch.ones(1, 2)) * F.linear(x, torch.ones(2, 1), torch.ones(2))
+
+    torch._dynamo.reset()
+    backend = Rewriting(lock={"mlp": "torch.mlp"})
+    results = [each(x) for each in (torch.compile(function, backend=backend, fullgraph=True), function)]
+    torch.testing.assert_close(*results)
+    torch.testing.assert_close(*(torch.autograd.grad(each.sum(), x)[0] for each in results))
+
+
 class Adapted(nn.Module):
     """A projection with low-rank adapters beside it, each with a scale of its own."""
 

@@ -242,8 +242,8 @@ def points() -> torch.Tensor:
     None of them is zero, where a choice between two equal values is free.
     """
     near = torch.linspace(-_REACH, _REACH, 44, dtype=torch.float64, device="cpu")
-    bends = [sign * 10.0**power for sign in (-1, 1) for power in (-3, -2, -1)]
-    far = [sign * size for sign in (-1, 1) for size in (31.0, 257.0, 3e3, 7e4)]
+    bends = [sign * 10.0**power for sign in (-1, 1) for power in (-5.5, -4, -3, -2, -1)]
+    far = [sign * size for sign in (-1, 1) for size in (31.0, 257.0, 3e3, 7e4, 1e6, 1e9, 1e12, 1e15, 1e18)]
     return torch.cat([near, torch.tensor([*bends, *far], dtype=torch.float64, device="cpu")])
 
 
