@@ -20,6 +20,10 @@ def _by_hand(scores: Tensor) -> Tensor:
     return weights / weights.sum(-1, keepdim=True)
 
 
+def _order() -> Tensor:
+    return torch.tensor([2, 0, 5, 1, 4, 3])
+
+
 def _read_twice(scores: Tensor) -> Tensor:
     return scores[:, :, -1:].softmax(-1) + scores.amax()
 
@@ -48,12 +52,29 @@ PARTS: dict[str, Attention] = {
     "baddbmm": lambda q, k, v: torch.baddbmm(v[0] @ v[0].mT, q[0], k[0].mT, alpha=0.5)[:, 3:].softmax(-1) @ v[0],
     "cast": lambda q, k, v: (q @ k.mT).double()[:, :, 4:].softmax(-1) @ v.double(),
 }
+#: Scores in another order: of the same operands.
+ORDERS: dict[str, Attention] = {
+    "keys_flipped": lambda q, k, v: (q @ k.mT / 2).flip(-1).softmax(-1) @ v,
+    "keys_and_queries_flipped": lambda q, k, v: (q @ k.mT).flip(-1, -2).softmax(-1) @ v,
+    "keys_rolled": lambda q, k, v: (q @ k.mT).mul(0.5).roll(2, -1).softmax(-1) @ v,
+    "rolled_twice": lambda q, k, v: (q @ k.mT).roll((1, -2), (-1, 1)).softmax(-1) @ v,
+    "keys_by_index": lambda q, k, v: (q @ k.mT)[..., _order()].softmax(-1) @ v,
+    "queries_selected": lambda q, k, v: (q @ k.mT).index_select(2, _order()).softmax(-1) @ v,
+    "few_keys_twice": lambda q, k, v: (q @ k.mT).index_select(-1, _order() // 2).softmax(-1) @ v,
+    "heads_by_index_behind_a_softmax": lambda q, k, v: (q @ k.mT).softmax(-1)[:, torch.tensor([2, 0])] @ v[:, :2],
+    "negative_places": lambda q, k, v: (q @ k.mT)[..., _order() - 6].softmax(-1) @ v,
+}
 #: The product stays: others read it, or a part of what is made of it is not made of a part.
 WHOLES: dict[str, Attention] = {
     "read_twice": lambda q, k, v: _read_twice(q @ k.mT) @ v,
     "two_parts": lambda q, k, v: torch.stack([each.softmax(-1) for each in (q @ k.mT).unbind(1)], 1) @ v,
     "all_of_it": lambda q, k, v: (q @ k.mT)[:, :, :6].softmax(-1) @ v,
     "softmax_over_what_is_cut": lambda q, k, v: (q @ k.mT).softmax(-1)[..., :3] @ v[:, :, :3],
+    "softmax_over_what_is_flipped": lambda q, k, v: (q @ k.mT).softmax(-1).flip(-1) @ v,
+    "keys_repeated": lambda q, k, v: (q @ k.mT)[..., torch.arange(12) // 2].softmax(-1) @ v.repeat_interleave(2, 2),
+    "keys_by_truth_values": lambda q, k, v: (
+        (q @ k.mT)[..., torch.tensor([1, 1, 0, 1, 0, 1]).bool()].softmax(-1) @ v[:, :, :4]
+    ),
     "no_softmax": lambda q, k, v: (q @ k.mT)[:, :, :3] @ v,
     "dropout": lambda q, k, v: torch.dropout(q @ k.mT, 0.5, True)[:, :, :3].softmax(-1) @ v,
     "running_sums": lambda q, k, v: (q @ k.mT).cumsum(-1)[..., 1:].softmax(-1) @ v[:, :, 1:],
@@ -81,7 +102,7 @@ def cut(attention: Attention) -> int:
     return count
 
 
-@pytest.mark.parametrize("attention", PARTS.values(), ids=PARTS)
+@pytest.mark.parametrize("attention", [*PARTS.values(), *ORDERS.values()], ids=[*PARTS, *ORDERS])
 def test_a_part_of_scores_is_of_parts_of_queries_and_keys(attention: Attention) -> None:
     assert cut(attention) >= 1
     torch._dynamo.reset()

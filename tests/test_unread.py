@@ -34,7 +34,7 @@ def scores(query: Tensor, key: Tensor) -> Tensor:
 
 
 def _index_select(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return scores(q, k).index_select(-1, ORDER).softmax(-1) @ v
+    return scores(q, k).index_select(-1, ORDER.repeat(2)).softmax(-1) @ v.repeat(1, 1, 2, 1)
 
 
 def _gather(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -295,6 +295,44 @@ def test_features_of_one_projection_that_are_normalised_are_no_scores(softmaxes:
         backend = Rewriting(strict=True)
         torch.testing.assert_close(torch.compile(function, backend=backend)(x), function(x))
         assert [miss.reason.code for miss in backend.report.near_misses] == told
+
+
+def _positive(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    return F.elu(q) + 1, F.elu(k) + 1
+
+
+def _of_a_context(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = _positive(q, k)
+    return q @ (k.mT @ v) / (q * k.sum(-2, keepdim=True)).sum(-1, keepdim=True)
+
+
+def _by_einsum(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = _positive(q, k)
+    scale = 1 / (torch.einsum("bhld,bhd->bhl", q, k.sum(2)) + 1e-6)
+    return torch.einsum("bhld,bhdm,bhl->bhlm", q, torch.einsum("bhnd,bhnm->bhdm", k, v), scale)
+
+
+def _beside_a_column_of_ones(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = q.relu() @ (k.relu().mT @ F.pad(v, (0, 1), value=1.0))
+    return out[..., :-1] / (out[..., -1:] + 1e-5)
+
+
+def _of_all_pairs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k = _positive(q, k)
+    return (q @ k.mT) / (q @ k.mT).sum(-1, keepdim=True) @ v
+
+
+def _not_divided(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return q / q.norm(dim=-1, keepdim=True) @ (k.mT @ v)
+
+
+@pytest.mark.parametrize("weigh", [_of_a_context, _by_einsum, _beside_a_column_of_ones, _of_all_pairs])
+def test_linear_attention_is_told(weigh: Callable[..., Tensor]) -> None:
+    for function, told in ((weigh, ["LINEAR_ATTENTION"]), (_not_divided, [])):
+        torch._dynamo.reset()
+        backend = Rewriting(strict=True)
+        torch.testing.assert_close(torch.compile(function, backend=backend)(*operands()), function(*operands()))
+        assert [miss.reason.code for miss in backend.report.near_misses if miss.op == "attention"] == told
 
 
 def test_probabilities_of_learned_queries_that_are_mixed_are_told() -> None:

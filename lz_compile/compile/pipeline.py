@@ -23,6 +23,7 @@ from lz_compile.passes.graph.snapshot import Snapshot
 from lz_compile.passes.inlining.guarded_sums import drop_guards
 from lz_compile.passes.inlining.index_notation import spell_out_notation
 from lz_compile.passes.inlining.parts_of_products import cut_factors
+from lz_compile.passes.inlining.softmax_of_parts import join_softmaxes
 from lz_compile.passes.inlining.stacked_terms import add_terms
 from lz_compile.passes.inlining.subclasses import spell_out_subclasses
 from lz_compile.passes.inlining.values import with_values
@@ -50,6 +51,7 @@ READ = (
     _everywhere("spelling out index notation", "INLINE_FAILED", spell_out_notation, "inline"),
     _everywhere("joining what is filled part by part", "INLINE_FAILED", join_parts, "inline"),
     _everywhere("giving values to what is written in place", "INLINE_FAILED", with_values, "inline"),
+    _everywhere("taking one softmax of what is joined", "INLINE_FAILED", join_softmaxes, "inline"),
     _everywhere("cutting factors instead of their product", "INLINE_FAILED", cut_factors, "inline"),
     _everywhere("leaving out guards that cannot bite", "INLINE_FAILED", drop_guards, "inline"),
     _everywhere("spelling out torch.vmap", "INLINE_FAILED", unbatch, "inline"),

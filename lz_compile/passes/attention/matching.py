@@ -16,6 +16,7 @@ from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import recogniser
 from lz_compile.passes.attention.blocks import Blocks, Missed
 from lz_compile.passes.attention.emitter import AttentionEmitter, Finish
+from lz_compile.passes.attention.linear import products_normalised
 from lz_compile.passes.attention.lost_rows import UNDECIDED, without_lost_rows
 from lz_compile.passes.attention.near_misses import unread, without_softmax
 from lz_compile.passes.attention.proven_masks import simplify
@@ -58,7 +59,10 @@ def attentions(graph: fx.Graph, effects: Effects, masks: Masks, finish: Finish) 
     others = [*unread(OP, graph, effects, driver.covered)]
     yield from others
     driver.covered.update(each.node for each in others + [each.miss for each in missed])
-    yield from without_softmax(OP, graph, effects, driver.covered)
+    others = [*without_softmax(OP, graph, effects, driver.covered)]
+    yield from others
+    driver.covered.update(each.node for each in others)
+    yield from products_normalised(OP, graph, effects, driver.covered)
 
 
 def _may_be_last(effects: Effects, node: fx.Node) -> bool:

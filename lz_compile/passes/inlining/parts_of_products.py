@@ -2,19 +2,21 @@
 
 What cuts a piece out of a product, behind pointwise operations, transposes and a softmax over another axis, cuts its factors
 instead, where nobody reads the rest. That is less to compute, and what reads attention meets no cut between its products.
+What puts scores in another order (``flip``, ``roll``, an index) puts queries or keys in that order.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import shape_of, strides_of
+from lz_compile.ground.sizes import as_size, shape_of, strides_of
 from lz_compile.passes.editing.edit import MayEdit, anywhere
 from lz_compile.passes.formula import contraction, layout
 from lz_compile.passes.formula.axes import LayoutError, fresh
@@ -35,8 +37,10 @@ _SOFTMAXES = frozenset({"softmax", "log_softmax"})
 #: How far behind a cut a softmax is looked for, in nodes.
 _FAR = 16
 
+#: What takes places of a dimension of a tensor, which is given by its number, in any order.
+_Pick = Callable[[Emitter, fx.Node, int], fx.Node]
 #: The places that are cut out of some dimensions.
-_Cuts = Mapping[int, range]
+_Cuts = Mapping[int, range | _Pick]
 
 
 def cut_factors(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
@@ -48,14 +52,18 @@ def cut_factors(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
 def _cut(node: fx.Node) -> tuple[fx.Node, _Cuts, tuple[int, ...]] | None:
     """What a call cuts, which places of which dimensions, and the dimensions that it drops; None where it cuts no scores."""
     call = read(node)
-    if call is None or tensor_of(node) is None or call.name not in _CUTS:
+    picked = _picked(call) if call is not None and tensor_of(node) is not None else None
+    if call is None or picked:
+        return (call.input, picked, ()) if call is not None and picked and _is_of_scores(call.input, node) else None
+    if tensor_of(node) is None or call.name not in _CUTS:
         return None
     found = layout.index_of(call)
     if found is None or None in found[1] or not _is_of_scores(found[0], node):
         return None
     source, elements = found
-    cuts: dict[int, range] = {}
+    cuts: dict[int, range | _Pick] = {}
     dropped: list[int] = []
+    is_less = False
     for dim, (element, size) in enumerate(zip(elements, shape_of(known_tensor(source)), strict=True)):
         if element == layout.WHOLE:
             continue
@@ -64,8 +72,57 @@ def _cut(node: fx.Node) -> tuple[fx.Node, _Cuts, tuple[int, ...]] | None:
             return None
         cuts[dim] = places[0]
         dropped += [dim] if places[1] else []
-    is_less = any(len(places) != shape_of(known_tensor(source))[dim] for dim, places in cuts.items())
+        is_less |= len(places[0]) != size
     return (source, cuts, tuple(dropped)) if is_less else None
+
+
+def _picked(call: Call) -> dict[int, range | _Pick] | None:
+    """The dimensions that a call puts in another order, or takes places of by an index, no more than there are."""
+    source = tensor_of(call.input)
+    if source is None or call.name not in ("flip", "roll", "index_select", "getitem"):
+        return None
+    if call.name == "flip":
+        dims = call.get("dims") or call.positional()
+        dims = dims if isinstance(dims, (tuple, list)) else [dims]
+        is_known = all(isinstance(dim, int) for dim in dims)
+        return {dim % source.dim(): _flipped for dim in dims} if is_known else None
+    if call.name == "roll":
+        shifts, dims = (x if isinstance(x, (tuple, list)) else [x] for x in map(call.get, ("shifts", "dims")))
+        is_known = all(isinstance(each, int) for each in dims) and len(shifts) == len({*dims})
+        return (
+            {dim % source.dim(): partial(_rolled, by) for dim, by in zip(dims, shifts, strict=True)}
+            if is_known
+            else None
+        )
+    elements = layout.spelled_out(call.node.args[1], source.dim()) if call.name == "getitem" else None
+    if elements is None:
+        named = layout.named_dim(call) if call.name == "index_select" else None
+        elements = [] if named is None else [*[layout.WHOLE] * named[0], call.get("index")]
+    indices = {dim: each for dim, each in enumerate(elements) if each != layout.WHOLE}
+    for dim, index in indices.items():
+        tensor = tensor_of(index)
+        if (
+            len(indices) == 1
+            and tensor is not None
+            and tensor.dim() == 1
+            and tensor.dtype in (torch.int32, torch.int64)
+        ):
+            sizes = as_size(tensor.shape[0]), as_size(source.shape[dim])
+            is_no_more = sizes[0] == sizes[1] or (all(isinstance(x, int) for x in sizes) and sizes[0] < sizes[1])
+            return {dim: partial(_indexed, index)} if is_no_more else None
+    return None
+
+
+def _flipped(emit: Emitter, node: fx.Node, dim: int) -> fx.Node:
+    return emit.call("flip", node, [dim])
+
+
+def _rolled(by: Any, emit: Emitter, node: fx.Node, dim: int) -> fx.Node:
+    return emit.call("roll", node, by, dim)
+
+
+def _indexed(index: fx.Node, emit: Emitter, node: fx.Node, dim: int) -> fx.Node:
+    return emit.call(operator.getitem, node, (*[layout.WHOLE] * dim, index))
 
 
 def _is_of_scores(source: fx.Node, node: fx.Node) -> bool:
@@ -220,8 +277,11 @@ def _moved(node: fx.Node) -> list[fx.Node]:
 
 def _taken(node: fx.Node, cuts: _Cuts, emit: Emitter) -> fx.Node:
     """The places of a tensor."""
-    slices = {dim: slice(own.start, own[-1] + 1, own.step) for dim, own in cuts.items()}
-    return emit.call(operator.getitem, node, _index(slices, known_tensor(node).dim())) if cuts else node
+    slices = {dim: slice(own.start, own[-1] + 1, own.step) for dim, own in cuts.items() if isinstance(own, range)}
+    value = emit.call(operator.getitem, node, _index(slices, known_tensor(node).dim())) if slices else node
+    for dim, pick in cuts.items():
+        value = value if isinstance(pick, range) else pick(emit, value, dim)
+    return value
 
 
 def _index(elements: Mapping[int, Any], rank: int) -> tuple[Any, ...]:
