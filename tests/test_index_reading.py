@@ -9,6 +9,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from backends import rewritten
 from graphs import effects_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -242,3 +243,13 @@ def test_what_is_computed_in_very_many_steps_is_not_read() -> None:
         return key <= query
 
     assert data_in(read(ask(long, named(long, SIZES[0]), dynamic=DYNAMIC)))
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_keys_that_are_joined_to_an_empty_cache_are_keys(rows: int) -> None:
+    def attended(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        key, value = (torch.cat([torch.tensor([]), each], -2) for each in (key, value))
+        return (query @ key.mT * 0.25).softmax(-1) @ value
+
+    operands = [torch.randn(2, 3, size, 8) for size in (rows, 5, 5)]
+    torch.testing.assert_close(rewritten(attended, *operands, strict=True), attended(*operands))

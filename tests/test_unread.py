@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from backends import Rewriting
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 ORDER = torch.randperm(23, generator=torch.Generator().manual_seed(0))
 FILTERS = torch.ones(4, 4, 3, 3)
@@ -27,6 +28,21 @@ class Doubled(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient * 2
+
+
+class Masked(torch.autograd.Function):
+    """A softmax that keeps its result only, as older models have it (SEW-D)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, dropped: Tensor) -> Tensor:
+        found = x.masked_fill(dropped, torch.finfo(x.dtype).min).softmax(-1).masked_fill_(dropped, 0)
+        ctx.save_for_backward(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (found,) = ctx.saved_tensors
+        return torch._softmax_backward_data(gradient, found, -1, found.dtype), None
 
 
 def scores(query: Tensor, key: Tensor) -> Tensor:
@@ -165,6 +181,14 @@ def _no_values(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return scores(q, k).softmax(-1) * v.sum()
 
 
+def _softmax_in_a_function(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return Masked.apply(scores(q, k), ORDER < 3) @ v
+
+
+def _checkpointed_softmax(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return checkpoint(F.softmax, scores(q, k), -1, use_reentrant=False) @ v
+
+
 UNREAD: dict[Callable[..., Tensor], str] = {
     _index_select: "[SCORES_NOT_READ] the scores pass through index_select, which",
     _gather: "[SCORES_NOT_READ] the scores pass through gather, which",
@@ -195,6 +219,8 @@ UNREAD: dict[Callable[..., Tensor], str] = {
     _keys_normalised: "[FEATURES_NORMALISED] the softmax is of features themselves",
     _clamped_beside_a_projected_bias: "[SCORES_NOT_READ] the scores pass through clamp",
     _no_values: "[NO_VALUES] the probabilities meet no values",
+    _softmax_in_a_function: "[SOFTMAX_APART] the softmax is in a graph of its own, which autograd_function_apply runs",
+    _checkpointed_softmax: "[SOFTMAX_APART] the softmax is in a graph of its own, which tag_activation_checkpoint runs",
 }
 
 
@@ -213,6 +239,17 @@ def test_what_looks_like_attention_is_told_with_its_reason(attention: Callable[.
     assert str(miss.reason).startswith(UNREAD[attention])
     assert miss.edit
     assert miss.where.startswith(__file__)
+
+
+def test_routers_whose_softmax_is_in_a_function_are_not_told() -> None:
+    def routed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        weights = Masked.apply(F.linear(scores(q, k).softmax(-1) @ v, gate), dropped)
+        return weights @ gate
+
+    gate, dropped, backend = nn.Parameter(torch.randn(5, 16)), torch.zeros(5, dtype=torch.bool), Rewriting(strict=True)
+    torch.testing.assert_close(torch.compile(routed, backend=backend)(*operands()), routed(*operands()))
+    assert [match.op for match in backend.report.matches] == ["attention"], backend.why_not()
+    assert not backend.report.near_misses
 
 
 def test_rows_that_are_mixed_before_they_meet_values_are_told() -> None:

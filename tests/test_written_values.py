@@ -486,3 +486,17 @@ def test_what_is_written_in_place_may_have_no_elements() -> None:
     found = torch.compile(lambda x: torch.cat((x, x)).mul_(2), backend=backend, fullgraph=True)(torch.ones(0))
     assert not backend.report.events
     assert found.shape == (0,)
+
+
+@pytest.mark.parametrize("columns", [1, 4])
+def test_a_scatter_is_proven_where_zero_is_the_only_index(columns: int) -> None:
+    """DeepSeek-V3 chooses one group of experts of one; a scatter raises no IndexError for another place."""
+
+    def chosen(x: Tensor, places: Tensor) -> Tensor:
+        return (torch.zeros_like(x).scatter_(1, places, 1) * x).sum(-1)
+
+    torch._dynamo.reset()
+    x, backend = torch.randn(3, columns), Rewriting(strict=True)
+    given = x, x.topk(1, -1).indices
+    torch.testing.assert_close(torch.compile(chosen, backend=backend, fullgraph=True)(*given), chosen(*given))
+    assert not backend.report.unproven

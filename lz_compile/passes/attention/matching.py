@@ -15,6 +15,7 @@ from torch import fx
 from lz_compile.ground.sizes import shape_of
 from lz_compile.passes.attention import recogniser
 from lz_compile.passes.attention.blocks import Blocks, Missed
+from lz_compile.passes.attention.called_softmaxes import called_softmaxes
 from lz_compile.passes.attention.emitter import AttentionEmitter, Finish
 from lz_compile.passes.attention.linear import products_normalised
 from lz_compile.passes.attention.lost_rows import UNDECIDED, without_lost_rows
@@ -56,7 +57,7 @@ def attentions(graph: fx.Graph, effects: Effects, masks: Masks, finish: Finish) 
     told = Blocks(effects).told(missed)
     yield from told
     driver.covered.update(*(each.softmaxes for each in missed), *(miss.pieces for miss in told))
-    others = [*unread(OP, graph, effects, driver.covered)]
+    others = [*unread(OP, graph, effects, driver.covered), *called_softmaxes(OP, graph, effects)]
     yield from others
     driver.covered.update(each.node for each in others + [each.miss for each in missed])
     others = [*without_softmax(OP, graph, effects, driver.covered)]

@@ -295,7 +295,7 @@ class _Trial:
 
     def _both(self, positive: bool, *, doubled: bool) -> tuple[Ran, Ran]:
         original = self._run(0, positive, doubled, self._without)
-        if isinstance(original, IndexError) and self._below > 1:
+        if isinstance(original, (IndexError, RuntimeError)) and self._below > 1:  # scatter raises the latter
             self._below = 1
             original = self._run(0, positive, doubled, self._without)
         if isinstance(original, Exception):

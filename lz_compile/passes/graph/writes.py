@@ -136,10 +136,13 @@ def _writes_inside(node: fx.Node) -> bool:
     """Whether a graph that a higher-order operator calls overwrites anything, or a kernel that it launches may."""
     if "mutation" in str(node.target):  # a Triton kernel of the user's
         return True
-    owner = node.graph.owning_module
-    bodies = [getattr(owner, str(each.target), None) for each in node.all_input_nodes if each.op == "get_attr"]
-    calls = (read(inner) for body in bodies if isinstance(body, fx.GraphModule) for inner in body.graph.nodes)
-    return any(overwritten(call) for call in calls if call is not None)
+    return any(overwritten(call) for body in bodies_of(node) for inner in body.graph.nodes if (call := read(inner)))
+
+
+def bodies_of(node: fx.Node) -> list[fx.GraphModule]:
+    """The graphs that a higher-order operator calls."""
+    names = [str(each.target) for each in node.all_input_nodes if each.op == "get_attr"]
+    return [body for name in names if isinstance(body := getattr(node.graph.owning_module, name, None), fx.GraphModule)]
 
 
 #: Calls that draw random numbers, beside dropouts.

@@ -181,7 +181,11 @@ class _Elements(Reader):
 def _joined(reader: _Elements, call: Call, dims: Dims) -> Value | None:
     """Pieces of one tensor that are evenly spaced, side by side: the piece by its number."""
     tensors, dim = call.get("tensors"), call.get("dim", 0)
-    if not isinstance(tensors, (tuple, list)) or len(tensors) < 2 or not isinstance(dim, int):
+    if not isinstance(tensors, (tuple, list)) or not isinstance(dim, int):
+        return None
+    # An empty piece has as many dimensions as it likes, for cat.
+    tensors = [each for each in tensors if 0 not in shape_of(known_tensor(each))]
+    if len(tensors) < 2:
         return None
     dim %= len(dims)
     here, within = reader.place(dims[dim]), ZERO
