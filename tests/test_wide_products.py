@@ -163,13 +163,16 @@ def test_no_rows_and_no_columns_give_what_the_product_gives(monkeypatch):
         (torch.randn(9, 400), torch.randn(400, 700)),
         (torch.randn(9, 4).bfloat16(), torch.randn(4, 7).bfloat16()),
         (torch.randn(2, 4000).bfloat16(), torch.randn(700, 4000).bfloat16().mT),
+        (torch.randn(16, 1, 400).bfloat16(), torch.randn(16, 400, 700).bfloat16()),
+        (torch.randn(16, 700, 400).bfloat16(), torch.randn(16, 400, 1).bfloat16()),
     ],
-    ids=["float32", "little", "few rows of keys"],
+    ids=["float32", "little", "few rows of keys", "one row of each head", "one column of each head"],
 )
 def test_what_gains_nothing_stays(a, b, monkeypatch):
     monkeypatch.undo()
     monkeypatch.setattr(wide_products, "is_looped", lambda dtype: dtype in HALF)
-    assert widened(torch.mm, a, b)[1] == ["aten.mm.default"]
+    name = "mm" if a.dim() == 2 else "bmm"
+    assert widened(getattr(torch, name), a, b)[1] == [f"aten.{name}.default"]
 
 
 def test_what_a_processor_has_instructions_for_stays(monkeypatch):

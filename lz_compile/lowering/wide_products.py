@@ -75,6 +75,8 @@ def _pays(left: Tensor, right: Tensor) -> bool:
     sizes, stride = (*left.shape, right.shape[-1]), right.stride(-2)
     if not all(isinstance(each, int) for each in (*sizes, stride)):
         return True
+    if left.dim() == 3 and 1 in (sizes[1], sizes[3]):  # of batches of vectors Inductor makes loops of its own
+        return False
     is_across = stride != 1
     return bool((is_across or sizes[-3] >= _FEW) and math.prod(sizes) * (_ACROSS if is_across else 1) >= _LEAST)
 

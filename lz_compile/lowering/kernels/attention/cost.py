@@ -15,7 +15,7 @@ import torch
 
 from lz_compile.lowering.kernels.attention.blocked import BLOCK, MAX_KINDS
 from lz_compile.lowering.kernels.attention.mask_numbers import FEWEST
-from lz_compile.lowering.work import Kind, Work, fresh
+from lz_compile.lowering.work import Kind, Work, fresh, is_looped
 
 #: Features by which work depends on data, or on what no size says: priors speak of these.
 _UNKNOWN = frozenset({"documents", "sliding_window", "alibi", "masked_row_fill"})
@@ -52,8 +52,11 @@ _BAND_NUMBERS, _NUMBERS = 0.3, 0.6
 #: of ours does (capping.py): with Inductor's loads and stores around it, or in one pass over a tile. The last two take 1.0
 #: and 0.5 on that EPYC, and 1.7 and 2 to 3.4 on a Xeon with AMX, whose softmax is faster.
 _TANH, _CAPPED, _CAPPED_TILE = 3.3, 1.5, 1.5
-#: What a random number takes of a softmax: sixteen bits of PyTorch's generator, and those of `dropping.py`.
-_DRAWN, _MIXED = 4.0, 0.5
+#: What a random number takes of a softmax: sixteen bits of PyTorch's generator, those of `dropping.py`, and a mask of them
+#: that is kept for the backward (an EPYC with AVX2).
+_DRAWN, _MIXED, _KEPT_MASK = 4.0, 0.5, 13.0
+#: What two products take of a softmax to widen scores of 16 bits and round them, where no instructions multiply these.
+_WIDENED = 3.0
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,7 @@ class _Shape:
     bytes_each: int
     features: frozenset[str]
     copies: int = 1
+    is_widened: bool = False
 
     @property
     def scores(self) -> float:
@@ -131,6 +135,11 @@ class _Shape:
         own = {"causal": causal, "bool_mask": boolean, "float_mask": added, "softcap": capped, "dropout": drawn}
         return sum(cost for name, cost in own.items() if name in self.features)
 
+    @property
+    def widened(self) -> float:
+        """What widening takes of a softmax."""
+        return _WIDENED if self.is_widened else 0.0
+
     def seen(self, block: float) -> float:
         """The share of scores that a kernel computes which leaves out blocks of so many keys."""
         return min(1.0, 0.5 + block / (2 * self.keys)) if "causal" in self.features else 1.0
@@ -148,7 +157,7 @@ def _written_out(x: _Shape) -> Work:
         points += _APART * x.held
     times = 3 if x.is_training else 1
     memory = fresh(*(x.scores * each for each in x.buffers * (2 if x.is_training else 1)))
-    points = times * points + x.scores * x.conditions(0.0, 0.0, 0.0, drawn=_MIXED)  # a backward reads what was drawn
+    points = times * (points + x.widened * x.scores) + x.scores * x.conditions(0.0, 0.0, 0.0, drawn=_KEPT_MASK)
     return _work(x, {"product": times * x.flops, "pointwise": points, **memory, "call": 4 * times})
 
 
@@ -183,7 +192,8 @@ def _more(work: Work, amounts: Mapping[Kind, float]) -> Work:
 
 def _tiled(x: _Shape) -> Work:
     """Operators over tiles of scores, one by one; the backward computes each tile again."""
-    seen, passes, causal = x.seen(BLOCK), 1.0 if x.is_half else 1.3, 1.4 if x.is_half else 0.3
+    is_short = x.is_half and not x.is_widened
+    seen, passes, causal = x.seen(BLOCK), 1.0 if is_short else 1.3, 1.4 if is_short else 0.3
     # Some of each tile; and what is prepared in Python before the first, which takes as long as 250
     calls = 250 + 6 * x.batch * x.kv_heads * max(x.queries / BLOCK, 1)
     points = x.scores * seen * (passes + x.conditions(causal, _NUMBERS, 1.0, _CAPPED_TILE, _DRAWN))
@@ -208,6 +218,7 @@ def _blocked(x: _Shape) -> Work:
         copies = 0.65 if not x.is_half else 1.0 if x.groups == 1 else 4.0
         calls = _HALF_CALLS if x.is_half and x.groups == 1 else 2
         return _work(x, {"group": copies * x.in_strips * x.held, "pointwise": points, "call": calls})
+    points += x.widened * x.scores * seen
     times, blocks = 4 if x.is_training else 1, math.ceil(x.queries / block)
     # Blocks of one size share their memory; causal ones see more keys each, and differ.
     shares = [(i + 1) / blocks for i in range(blocks)] if causal < 1.0 and blocks <= MAX_KINDS else [1.0]
@@ -265,5 +276,6 @@ def work(kernel_id: str, dtype: torch.dtype, features: frozenset[str], sizes: Ma
         bytes_each=dtype.itemsize,
         features=features,
         copies=sizes.get("copies", 1),
+        is_widened=is_looped(dtype),
     )
     return found(shape)
