@@ -54,7 +54,7 @@ _BAND_NUMBERS, _NUMBERS = 0.3, 0.6
 _TANH, _CAPPED, _CAPPED_TILE = 3.3, 1.5, 1.5
 #: What a random number takes of a softmax: sixteen bits of PyTorch's generator, those of `dropping.py`, and a mask of them
 #: that is kept for the backward (an EPYC with AVX2).
-_DRAWN, _MIXED, _KEPT_MASK = 4.0, 0.5, 13.0
+_DRAWN, _MIXED, _KEPT_MASK = 4.0, 0.5, 15.0
 #: What two products take of a softmax to widen scores of 16 bits and round them, where no instructions multiply these.
 _WIDENED = 3.0
 
