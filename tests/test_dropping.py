@@ -37,10 +37,11 @@ def seeds(count: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
-@pytest.mark.parametrize("sizes", [(300, 200), (4, 100, 128), (70000,), (2000, 5, 7), (64, 32, 3, 8)], ids=str)
+@pytest.mark.parametrize("sizes", [(300, 240), (4, 150, 128), (70000,), (2000, 5, 7), (64, 48, 3, 8)], ids=str)
 def test_a_mask_drops_its_share_and_no_neighbours_agree(sizes, p, dtype):
     module, is_left = mixed(sizes, p, dtype)
     assert not is_left
+    assert len(module.graph.nodes) < 40, "what Inductor would spell out again wherever it is read is one call"
     masks = torch.stack([module(seed) for seed in seeds(8)]).double()
     assert masks.shape == (8, *sizes)
     count, spread = masks.numel(), (p * (1 - p)) ** 0.5
@@ -66,7 +67,7 @@ def test_rows_and_columns_drop_as_many_as_chance_would():
 
 
 def test_blocks_of_rows_and_columns_agree_by_chance_only():
-    module, _ = mixed((128, 256), 0.5)
+    module, _ = mixed((256, 256), 0.5)
     masks = torch.stack([module(seed) for seed in seeds(16)]).double() * 2 - 1
     for rows, columns in itertools.product((1, 4, 32), repeat=2):
         corners = masks[:, :-rows, :-columns] * masks[:, rows:, :-columns] * masks[:, :-rows, columns:]
@@ -75,7 +76,7 @@ def test_blocks_of_rows_and_columns_agree_by_chance_only():
 
 
 def test_seeds_decide_and_nothing_else_does():
-    module, _ = mixed((300, 200), 0.5)
+    module, _ = mixed((300, 240), 0.5)
     first, second = seeds(2)
     assert torch.equal(module(first), module(first))
     for one, other in ((first, second), (first, first + 1), (first, first + 2**31), (first, first ^ 2**61)):
@@ -84,11 +85,11 @@ def test_seeds_decide_and_nothing_else_does():
 
 @pytest.mark.parametrize(
     "given",
-    [{"sizes": (8, 8)}, {"test": torch.lt}, {"test": lambda drawn, p: drawn + p}, {"test": lambda drawn, p: (drawn > p) * drawn}],
+    [{"sizes": (200, 200)}, {"test": torch.lt}, {"test": lambda drawn, p: drawn + p}, {"test": lambda drawn, p: (drawn > p) * drawn}],
     ids=["few", "another test", "the numbers", "both"],
 )  # fmt: skip
 def test_other_random_numbers_are_inductors(given):
-    assert mixed(**{"sizes": (300, 200), "p": 0.5, **given})[1]
+    assert mixed(**{"sizes": (300, 240), "p": 0.5, **given})[1]
 
 
 def compiled_dropout(**config: Any) -> Any:
@@ -99,7 +100,7 @@ def compiled_dropout(**config: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_dropout_drops_again_what_it_dropped(dynamic):
-    call, x = compiled_dropout(dynamic=dynamic), torch.randn(64, 512).requires_grad_()
+    call, x = compiled_dropout(dynamic=dynamic), torch.randn(160, 512).requires_grad_()
     torch.manual_seed(0)
     first = call(x)
     (gradient,) = torch.autograd.grad(first.sum(), x)
@@ -114,7 +115,7 @@ def test_compiled_dropout_drops_again_what_it_dropped(dynamic):
 
 @pytest.mark.slow
 def test_whoever_asks_for_the_numbers_of_eager_code_gets_them():
-    x = torch.randn(64, 512)
+    x = torch.randn(160, 512)
     with torch._inductor.config.patch(fallback_random=True):
         torch.manual_seed(0)
         found = compiled_dropout()(x)

@@ -13,12 +13,14 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from lz_compile.lowering.opaque import opaque
+
 _CAST, _TEST = torch.ops.prims.convert_element_type.default, torch.ops.aten.gt.Scalar
 #: Sixteen random bits decide about an element.
 LEVELS = 2**16
-_LOW, _SEED = LEVELS - 1, 2**31 - 1
+_LOW = LEVELS - 1
 #: Elements from which a mask is mixed, and columns that it has at least: those of several dimensions where one has fewer.
-_LEAST, _COLUMNS = 1 << 14, 64
+_LEAST, _COLUMNS = 1 << 16, 64
 
 
 def share(dropout_p: float) -> tuple[int, float]:
@@ -29,8 +31,10 @@ def share(dropout_p: float) -> tuple[int, float]:
 
 def words(like: torch.Tensor, sizes: tuple[Any, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Random words of each row ``[3, B, H, Sq, 1]`` and of each column ``[3, 1, 1, 1, Sk]`` of scores of some sizes."""
-    seeds = (torch.rand_like(like.new_zeros(4, dtype=torch.float32)) * 2**24).to(torch.int64).unbind(0)
-    return _words_of(like, sizes, seeds)
+    batch, heads, rows, columns = sizes
+    high, low = (torch.rand_like(like.new_zeros(2, dtype=torch.float32)) * 2**24).to(torch.int64).unbind(0)
+    of_rows, of_columns = _words((high << 31) + low, batch * heads * rows, columns)
+    return of_rows.reshape(3, batch, heads, rows, 1), of_columns.reshape(3, 1, 1, 1, columns)
 
 
 def dropped(weights: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor, dropout_p: float) -> torch.Tensor:
@@ -79,10 +83,8 @@ def _mask(seed: torch.Tensor, sizes: Sequence[int], dropout_p: float) -> torch.T
     columns = 1
     for size in reversed(sizes):
         columns *= size if columns < _COLUMNS else 1
-    halves = seed & _SEED, (seed >> 31) & _SEED
-    seeds = [_mixed(half ^ start) for start in (0, 0x2545F491) for half in halves]
-    of_rows, of_columns = _words_of(seed, (1, 1, math.prod(sizes) // columns, columns), seeds)
-    return _kept(of_rows, of_columns, dropout_p).reshape(sizes)
+    of_rows, of_columns = _words(seed, math.prod(sizes) // columns, columns)
+    return _kept(of_rows[..., None], of_columns[:, None], dropout_p).reshape(sizes)
 
 
 def _kept(of_rows: torch.Tensor, of_columns: torch.Tensor, dropout_p: float) -> torch.Tensor:
@@ -95,20 +97,20 @@ def _kept(of_rows: torch.Tensor, of_columns: torch.Tensor, dropout_p: float) -> 
     return ((((first * second) >> 8) ^ third) & _LOW) >= share(dropout_p)[0]
 
 
-def _words_of(
-    like: torch.Tensor, sizes: tuple[Any, ...], seeds: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, heads, rows, columns = sizes
-    of_rows = _words(like, batch * heads * rows, seeds[0], seeds[1]).reshape(3, batch, heads, rows, 1)
-    return of_rows, _words(like, columns, seeds[2], seeds[3]).reshape(3, 1, 1, 1, columns)
+def _words_kernel(seed: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two words of sixteen bits around one of fifteen, of each row ``[3, rows]`` and of each column ``[3, columns]``."""
+    found = []
+    for start, count in ((0, rows), (0x2545F491, columns)):
+        first, second = (_mixed((half & 0x7FFFFFFF) ^ start) for half in (seed, seed >> 31))
+        one = _mixed(torch.arange(1, count + 1, device=seed.device) + first)
+        other = _mixed(one ^ second)
+        found.append(torch.stack([each.to(torch.int32) for each in (one & _LOW, one >> 16, other & _LOW)]))
+    return found[0], found[1]
 
 
-def _words(like: torch.Tensor, count: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Of so many places: two of sixteen bits around one of fifteen, ``[3, count]``."""
-    place = like.new_ones((count,), dtype=torch.int64).cumsum(0)
-    one = _mixed(place + first)
-    other = _mixed(one ^ second)
-    return torch.stack([each.to(torch.int32) for each in (one & _LOW, one >> 16, other & _LOW)])
+def _words_fake(seed: torch.Tensor, rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    one, other = (seed.new_empty((3, count), dtype=torch.int32) for count in (rows, columns))
+    return one, other
 
 
 def _mixed(number: torch.Tensor) -> torch.Tensor:
@@ -116,3 +118,7 @@ def _mixed(number: torch.Tensor) -> torch.Tensor:
     for factor in (0x45D9F3B, 0x2C1B3C6D):
         number = ((number ^ (number >> 15)) * factor) & 0x7FFFFFFF
     return number ^ (number >> 16)
+
+
+# In a graph these would be spelled by Inductor at every place that reads them: three times the compile of a BERT.
+_words = opaque("dropout_words", _words_kernel, _words_fake)
