@@ -121,7 +121,7 @@ def test_a_checkpoint_drops_the_same_again_where_its_forward_gives_the_numbers_t
         return x.sin() * (drawn > 0.5), drawn
 
     torch._dynamo.reset()
-    x = torch.rand(64, 512).requires_grad_()
+    x = torch.rand(256, 512).requires_grad_()
     compiled = torch.compile(lambda x: checkpoint(function, x, use_reentrant=False), backend="layerzero")
     result, drawn = compiled(x)
     (gradient,) = torch.autograd.grad(result.sum(), x)
