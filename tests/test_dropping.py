@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch._inductor import inductor_prims  # noqa: F401 - defines the operators that are asked for below
 from torch._inductor.decomposition import select_decomp_table
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 
-from lz_compile.lowering.dropping import mix_masks
+from lz_compile.lowering.dropping import mark_masks, mix_masks
 
 RANDOM = torch.ops.prims.inductor_random.default
 
@@ -25,6 +26,7 @@ def mixed(sizes: Any, p: float, dtype: torch.dtype | None = None, test: Any = to
         return test(drawn if dtype is None else torch.ops.prims.convert_element_type(drawn, dtype), p)
 
     module = make_fx(mask, tracing_mode="fake")(torch.tensor(1))
+    mark_masks(module.graph)
     mix_masks(module.graph, select_decomp_table())
     module.graph.lint()
     module.recompile()
@@ -85,8 +87,8 @@ def test_seeds_decide_and_nothing_else_does():
 
 @pytest.mark.parametrize(
     "given",
-    [{"sizes": (200, 200)}, {"test": torch.lt}, {"test": lambda drawn, p: drawn + p}, {"test": lambda drawn, p: (drawn > p) * drawn}],
-    ids=["few", "another test", "the numbers", "both"],
+    [{"sizes": (200, 200)}, {"p": 1e-6}, {"p": 0.9995}, {"test": torch.lt}, {"test": lambda drawn, p: drawn + p}, {"test": lambda drawn, p: (drawn > p) * drawn}],
+    ids=["few", "rarely dropped", "rarely kept", "another test", "the numbers", "both"],
 )  # fmt: skip
 def test_other_random_numbers_are_inductors(given):
     assert mixed(**{"sizes": (300, 240), "p": 0.5, **given})[1]
@@ -111,6 +113,21 @@ def test_compiled_dropout_drops_again_what_it_dropped(dynamic):
     torch.testing.assert_close(gradient * x, first)
     assert abs((first == 0).double().mean().item() - 0.25) < 0.02
     assert abs(((first == 0) == (second == 0)).double().mean().item() - (0.25**2 + 0.75**2)) < 0.02
+
+
+@pytest.mark.slow
+def test_a_checkpoint_drops_the_same_again_where_its_forward_gives_the_numbers_too():
+    def function(x):
+        drawn = torch.rand_like(x)
+        return x.sin() * (drawn > 0.5), drawn
+
+    torch._dynamo.reset()
+    x = torch.rand(256, 512).requires_grad_()
+    compiled = torch.compile(lambda x: checkpoint(function, x, use_reentrant=False), backend="layerzero")
+    result, drawn = compiled(x)
+    (gradient,) = torch.autograd.grad(result.sum(), x)
+    torch.testing.assert_close(gradient, x.cos() * (drawn > 0.5))
+    torch.testing.assert_close(result, x.sin() * (drawn > 0.5))
 
 
 @pytest.mark.slow

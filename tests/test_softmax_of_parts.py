@@ -61,6 +61,22 @@ OTHERS: dict[str, Attention] = {
     "scaled_otherwise": lambda q, k, v: (
         torch.cat([(x * (2 - i)).softmax(-1) for i, x in enumerate((q @ k.mT).split(3, 2))], 2) @ v
     ),
+    "a_bias_of_each_part": lambda q, k, v: (
+        torch.cat(
+            [(x + y).softmax(-1) for x, y in zip((q @ k.mT).split(3, 2), k[0, 0, :2, :1].split(1), strict=True)], 2
+        )
+        @ v
+    ),
+    "a_bias_of_an_empty_part": lambda q, k, v: (
+        torch.cat(
+            [
+                (x + y).softmax(-1)
+                for x, y in zip((q @ k.mT).split([6, 0], 2), v[:, :, :2, :1].split(1, 2), strict=True)
+            ],
+            2,
+        )
+        @ v
+    ),
     "not_all": lambda q, k, v: torch.cat([x.softmax(-1) for x in (q @ k.mT).split(2, 2)[:2]], 2) @ v,
     "other_keys": lambda q, k, v: (
         torch.cat([(x @ y.mT).softmax(-1) for x, y in zip(q.split(3, 2), (k, v), strict=True)], 2) @ v

@@ -184,7 +184,7 @@ def test_what_a_processor_has_instructions_for_stays(monkeypatch):
 @pytest.mark.slow
 def test_a_model_is_trained_with_such_products():
     model = torch.nn.Sequential(torch.nn.Conv1d(4, 8, 3), torch.nn.GELU(), torch.nn.Flatten(), torch.nn.Linear(112, 8))
-    model, x = model.bfloat16(), torch.randn(5, 4, 16).bfloat16()
+    model, x = model.bfloat16(), torch.randn(9, 4, 16).bfloat16()
     seen: list[list[str]] = []
 
     def look(graph: torch.fx.Graph) -> None:
@@ -219,3 +219,20 @@ def test_what_is_measured_is_what_would_be_compiled(monkeypatch):
     with torch._inductor.config.patch(force_disable_caches=True):
         inductor.compile_apart(lambda x: x @ x, [torch.randn(8, 8)])
     assert widened_graphs
+
+
+def test_factors_are_floats_for_c_plus_plus_that_passes_the_bits_of_numbers():
+    inputs = [torch.randn(shape, dtype=torch.bfloat16) for shape in [(7,), (9, 40), (40, 7)]]
+    module = make_fx(lambda c, a, b: torch.addmm(c, a, b, beta=2) @ b.mT, tracing_mode="fake")(*inputs)
+    widen_products(module.graph)
+    calls = module.graph.find_nodes(op="call_function", target=WIDE)
+    assert [[(type(each), each) for each in call.args[3:]] for call in calls] == [
+        [(float, 2.0), (float, 1.0)],
+        [(float, 1.0)] * 2,
+    ]
+
+
+def test_groups_may_be_a_size():
+    inputs = [torch.randn(shape, dtype=torch.bfloat16) for shape in [(2, 8, 20), (8, 1, 3)]]
+    result, _ = widened(lambda x, weight: F.conv1d(x, weight, groups=x.shape[1]), *inputs, mode="symbolic")
+    assert_rounded_once(result, lambda x, weight: F.conv1d(x, weight, groups=8), *inputs)

@@ -93,11 +93,6 @@ def range_of(size: torch.SymInt) -> SymbolicSize:
     return _known(size.node.expr, size.node.shape_env)
 
 
-def hinted(size: int | torch.SymInt) -> int | None:
-    """A size as it is in the call that is traced; None where only data tell."""
-    return size if isinstance(size, int) else range_of(size).hint
-
-
 def symbolic_size(expression: sympy.Expr, tensors: Iterable[torch.Tensor]) -> SymbolicSize:
     """What is known of an expression over the symbols of fake tensors; adds no guard."""
     environments = (getattr(getattr(tensor, "fake_mode", None), "shape_env", None) for tensor in tensors)

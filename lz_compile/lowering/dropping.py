@@ -21,6 +21,10 @@ LEVELS = 2**16
 _LOW = LEVELS - 1
 #: Elements from which a mask is mixed, and columns that it has at least: those of several dimensions where one has fewer.
 _LEAST, _COLUMNS = 1 << 16, 64
+#: Levels that are dropped, or kept, at least: a share is off by half a level.
+_RARE = 64
+#: What marked random numbers are known by.
+_MARK = "layerzero_dropout"
 
 
 def share(dropout_p: float) -> tuple[int, float]:
@@ -42,23 +46,46 @@ def dropped(weights: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tens
     return weights * (_kept(of_rows, of_columns, dropout_p).to(weights.dtype) * share(dropout_p)[1])
 
 
+def mark_masks(graph: fx.Graph) -> None:
+    """Mark the random numbers of a whole graph that a dropout alone reads, for its forward and its backward to agree on.
+
+    One of these may draw again what the other draws, and read less of it. Where sizes are symbols nothing is marked, and
+    nothing where levels are too coarse for how rarely elements are dropped, or kept.
+    """
+    for random in _drawn(graph):
+        (sizes, _, kind), test = random.args, _chain(random)[-1]
+        is_plain = kind == "rand" and random.meta["val"].is_cpu
+        if is_plain and test.target is _TEST and isinstance(test.args[1], (int, float)):
+            share = min(test.args[1], 1 - test.args[1])
+            is_sized = all(isinstance(size, int) for size in sizes) and math.prod(sizes) >= _LEAST
+            if is_sized and (share == 0 or share * LEVELS >= _RARE):
+                random.meta[_MARK] = True
+
+
+def _drawn(graph: fx.Graph) -> list[Any]:
+    generator = torch.ops.prims.inductor_random.default  # which Inductor defines
+    return list(graph.find_nodes(op="call_function", target=generator))
+
+
+def _chain(random: fx.Node) -> list[Any]:
+    """Random numbers, what these are cast to, and what reads that, if that is one node."""
+    chain = [random]
+    while len(chain[-1].users) == 1 and (chain[-1] is random or chain[-1].target is _CAST):
+        chain += chain[-1].users
+    return chain
+
+
 def mix_masks(graph: fx.Graph, decompositions: Mapping[Any, Callable[..., Any]]) -> None:
     """Let Inductor's dropout on CPUs, ``random > p``, be mixed of its seed instead, in place, in a graph of its operators.
 
-    Nobody else reads those numbers. Where sizes are symbols they stay.
+    Nobody else reads those that are marked.
     """
-    generator = torch.ops.prims.inductor_random.default  # which Inductor defines
-    for random in graph.find_nodes(op="call_function", target=generator):
-        sizes, seed, kind = random.args
-        chain = [random]
-        while len(chain[-1].users) == 1 and chain[-1].target in (generator, _CAST):
-            chain += chain[-1].users
+    for random in _drawn(graph):
+        chain = _chain(random)
+        if _MARK not in random.meta or chain[-1].target is not _TEST:
+            continue
+        sizes, seed, _ = random.args
         test = chain[-1]
-        is_sized = all(isinstance(size, int) for size in sizes) and math.prod(sizes) >= _LEAST
-        if not is_sized or kind != "rand" or test.target is not _TEST or not 0 <= test.args[1] <= 1:
-            continue
-        if random.meta["val"].device.type != "cpu":
-            continue
         traced = _traced(seed.meta["val"], sizes, test.args[1], decompositions)
         (given,) = traced.find_nodes(op="placeholder")
         with graph.inserting_before(test):

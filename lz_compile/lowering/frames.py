@@ -34,6 +34,7 @@ from torch._guards import CompileContext, Guard, GuardSource, Source, TracingCon
 from torch._logging._internal import trace_structured
 from torch.fx._symbolic_trace import _Patcher
 
+from lz_compile.ground.sizes import range_of
 from lz_compile.lowering.value_guards import Frame, KnownValues, has_values, look_at, tells_writes
 
 #: What Inductor raises to have Dynamo trace again, with what it found out: no fault, and to be passed on.
@@ -351,3 +352,8 @@ def _buffer_values(known: KnownValues, builder: GuardBuilder, guard: Guard) -> N
     builder.get_guard_manager(guard).add_lambda_guard(
         known.held_by, get_verbose_code_parts(text, guard), guard.user_stack
     )
+
+
+def hinted(size: int | torch.SymInt) -> int | None:
+    """A size as it is in the call that is traced; None where only data tell."""
+    return size if isinstance(size, int) else range_of(size).hint

@@ -32,12 +32,11 @@ from torch.utils._pytree import tree_leaves
 
 from lz_compile.ground import events
 from lz_compile.ground.fingerprint import source_hash
-from lz_compile.ground.sizes import hinted
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.lowering.configured import configuration, let_subclasses_in
 from lz_compile.lowering.cpp_builds import element_by_element, kernels_joined, know_instructions
-from lz_compile.lowering.dropping import mix_masks
-from lz_compile.lowering.frames import RESTARTS, allow_counters, apart
+from lz_compile.lowering.dropping import mark_masks, mix_masks
+from lz_compile.lowering.frames import RESTARTS, allow_counters, apart, hinted
 from lz_compile.lowering.overwritten_inputs import (
     copy_what_is_overwritten,
     hand_over_copies,
@@ -86,8 +85,7 @@ def compile_graph(
 ) -> Callable[..., Any]:
     """Hand a graph to Inductor; ``cache_key`` becomes part of its cache keys.
 
-    ``rounds_alike`` lets pointwise code on CPUs give an element the same bits wherever it stands; ``hastens`` lets products
-    in 16 bits and dropout be computed in other ways, where a CPU takes long.
+    ``rounds_alike``: on CPUs an element has the same bits anywhere; ``hastens``: what these are slow at is done otherwise.
     """
     know_instructions(inputs)
     mend = partial(_mend, hastens=hastens)
@@ -321,9 +319,9 @@ def _mend(graph: fx.Graph, *, hastens: bool = True) -> None:
 
 
 def _keep(graph: fx.Graph) -> None:
-    """What its passes over a whole graph have put into one memory."""
-    keep_results_apart(graph)
-    keep_what_was(graph)
+    """What its passes over a whole graph have put into one memory, and what both halves of it have to agree on."""
+    for change in (keep_results_apart, keep_what_was, mark_masks):
+        change(graph)
 
 
 def _around(
@@ -363,6 +361,7 @@ def compile_apart(function: Callable[..., Any], inputs: Sequence[Any]) -> Callab
     """
     know_instructions(inputs)
     patches = configuration() | _around("post_grad_custom_pre_pass", _mend, configuration(), source_hash())
+    patches |= _around("joint_custom_post_pass", _keep, configuration(), source_hash())
     with apart():
         return cast("Callable[..., Any]", compile_fx(make_fx(function)(*inputs), inputs, config_patches=patches))
 

@@ -20,8 +20,8 @@ from torch import fx
 
 from lz_compile.ground import events
 from lz_compile.ground.isolation import isolated
-from lz_compile.ground.sizes import hinted
 from lz_compile.lowering import cpp_builds, inductor
+from lz_compile.lowering.frames import hinted
 from lz_compile.lowering.opaque import opaque
 from lz_compile.lowering.step_source import LoopWriter, NotKernelsError, written
 

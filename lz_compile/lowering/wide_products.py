@@ -35,8 +35,11 @@ def widen_products(graph: fx.Graph) -> None:
     for target, first in _PRODUCTS.items():
         for call in graph.find_nodes(op="call_function", target=target):
             added, (left, right) = call.args[:first], call.args[first : first + 2]
+            factors = [call.kwargs.get(name, 1) for name in ("beta", "alpha")]
+            if any(isinstance(each, fx.Node) for each in factors):
+                continue
             if _is_looped(left.meta["val"]) and _pays(left.meta["val"], right.meta["val"]):
-                factors = [call.kwargs.get(name, 1) for name in ("beta", "alpha")]
+                factors = [*map(float, factors)]  # C++ that calls an operator takes an int for the bits of a float
                 call.target = torch.ops.layerzero.wide_product_kernel.default
                 call.args, call.kwargs = (left, right, *(added or (None,)), *factors), {}
     for target in _CONVOLUTIONS:
@@ -63,7 +66,7 @@ def _surround(call: fx.Node) -> None:
 
 def _cast(node: fx.Node, dtype: torch.dtype) -> fx.Node:
     held = node.meta["val"]
-    if held.dtype == dtype:
+    if not isinstance(held, Tensor) or held.dtype == dtype:  # groups may be a size
         return node
     cast = node.graph.call_function(_CAST, (node, dtype))
     cast.meta = {**node.meta, "val": held.to(dtype)}

@@ -76,7 +76,7 @@ class _Whole:
         tensor, is_one = tensor_of(first), self._are_equal(parts)
         if is_one and (tensor is None or dim < 0 or shape_of(tensor)[dim] == 1):
             return None if self.effects.is_overwritten(first) else first
-        if is_one or any(tensor_of(each) is None for each in parts):
+        if is_one or dim < 0 or any(tensor_of(each) is None for each in parts):
             return None
         whole = self._source(parts, dim) if within else None
         if whole is not None:
@@ -110,7 +110,9 @@ class _Whole:
         dims = _dims(first, columns[0][1], dim)
         if dims is None or any(each != told for each, _ in others):
             return None
-        rows = zip(*(nodes for _, nodes in columns), strict=True)
+        rows = [*zip(*(nodes for _, nodes in columns), strict=True)]
+        if any(own >= 0 and not self._fit(row, own, calls, dim) for row, own in zip(rows, dims, strict=True)):
+            return None
         wholes = [self.of(row, own, within) for row, own in zip(rows, dims, strict=True)]
         if any(whole is None for whole in wholes):
             return None
@@ -118,18 +120,18 @@ class _Whole:
         args, kwargs = fx.map_arg((first.node.args, first.node.kwargs), lambda _: next(given))
         return self.emit.call(first.node.target, *args, **kwargs)
 
+    def _fit(self, row: Sequence[fx.Node], own: int, calls: Sequence[Call], dim: int) -> bool:
+        """Whether each part of a result has as many places as that of an operand, or all read the same."""
+        places = [shape_of(known_tensor(each))[own] for each in row]
+        return self._are_equal(row) or places == [shape_of(known_tensor(call.node))[dim] for call in calls]
+
     def _source(self, parts: Sequence[fx.Node], dim: int) -> fx.Node | None:
         """The tensor that is cut into just these parts along a dimension."""
         sources, end = list[fx.Node](), 0
         for part in parts:
             call = read(part)
             found = layout.index_of(call) if call is not None and call.name in _CUTS else None
-            if (
-                found is None
-                or dim < 0
-                or len(found[1]) <= dim
-                or any(x != layout.WHOLE for x in _besides(found[1], dim))
-            ):
+            if found is None or len(found[1]) <= dim or any(x != layout.WHOLE for x in _besides(found[1], dim)):
                 return None
             size = shape_of(known_tensor(found[0]))[dim]
             places = layout.places_of(found[1][dim], size if isinstance(size, int) else None)
