@@ -27,7 +27,9 @@ def looped(monkeypatch):
     monkeypatch.setattr(wide_products, "_LEAST", 1)
     with events.collect() as happened:
         yield
-    assert not happened, "a kernel that raised is completed by PyTorch's loops"
+    assert not [each for each in happened if "wide_product" in each.message], (
+        "a kernel that raised is completed by PyTorch's loops"
+    )
 
 
 def widened(function: Any, *inputs: Any, mode: str = "fake") -> tuple[Any, list[str]]:
