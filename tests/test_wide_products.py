@@ -31,8 +31,10 @@ def widened(function: Any, *inputs: Any, mode: str = "fake") -> tuple[Any, list[
     module = make_fx(function, tracing_mode=mode)(*inputs)
     widen_products(module.graph)
     module.graph.lint()
-    module.recompile()
     names = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
+    for call in module.graph.find_nodes(op="call_function", target=WIDE):
+        call.target = wide_products._wide_product  # where the operator's kernel raises loops would complete it
+    module.recompile()
     return module(*inputs), names
 
 
