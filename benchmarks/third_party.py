@@ -217,7 +217,7 @@ ROWS: tuple[Row, ...] = (
     _x("one_key_head", attn_one_kv_head=True),
     _x("qk_norm", attn_qk_norm=True),
     _x("memories", attn_num_mem_kv=5),
-    _x("top_k", attn_sparse_topk=8),
+    _x("top_k", {"INTERIOR_USED": 2}, attentions=0, attn_sparse_topk=8),
     _x("talking_heads", {"HEADS_MIXED": 2}, attentions=0, attn_post_talking_heads=True),
     _x("hyper_connections", num_residual_streams=2),
     _x("flash", attn_flash=True),

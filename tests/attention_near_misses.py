@@ -93,6 +93,9 @@ def near_misses() -> dict[str, Lookalike]:
         "slots_filled_by_the_same_scores": Lookalike(
             slots_filled_by_the_same_scores, qkv, "is made of the scores, and is weighted by what they give"
         ),
+        "all_but_the_highest_scores_masked": Lookalike(
+            all_but_the_highest_scores_masked, qkv, "is made of the scores, and masks what they give"
+        ),
         "entropy_of_the_weights": Lookalike(entropy_of_the_weights, qkv, "INTERIOR_USED"),
         "likeliest_key": Lookalike(likeliest_key, qkv, "PROBABILITIES_NOT_READ"),
         "scores_through_nan_to_num": Lookalike(scores_through_nan_to_num, qkv, "SCORES_NOT_AFFINE"),
@@ -127,6 +130,12 @@ def slots_filled_by_the_same_scores(query: Tensor, key: Tensor, value: Tensor) -
     slots = (scores.softmax(-2).transpose(-1, -2) @ query).unbind(1)
     filled = torch.stack([torch.relu(slot @ value[0, 0, :8] + value[0, 1, 0]) for slot in slots], 1)
     return scores.softmax(-1) @ filled
+
+
+def all_but_the_highest_scores_masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    scores = _scores(query, key)
+    least = scores.topk(5).values[..., -1:]
+    return scores.masked_fill(scores < least, -torch.inf).softmax(-1) @ value
 
 
 def entropy_of_the_weights(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

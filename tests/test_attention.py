@@ -90,6 +90,18 @@ def test_lookalikes_are_left_alone_with_their_reason(name: str) -> None:
     assert all(miss.edit and miss.where for miss in backend.report.near_misses)
 
 
+def test_who_asks_weights_for_their_dtype_only_reads_none() -> None:
+    """ESM-2 casts the weights to the dtype of what they were cast to."""
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = q @ k.mT / 3
+        weights = scores.softmax(-1, dtype=torch.float64)
+        cast = weights.type_as(scores)
+        return weights.type_as(cast) @ v
+
+    _is_read(attention)
+
+
 EXPONENTIALS: dict[str, Callable[[Tensor], Tensor]] = {
     "float_power": lambda s: torch.float_power(math.e, s).to(s.dtype),
     "float_power of a tensor": lambda s: torch.float_power(torch.tensor(1.7), s).to(s.dtype),

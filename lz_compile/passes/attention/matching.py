@@ -111,20 +111,22 @@ def _matched(read: Weighing, masks: Masks, finish: Finish) -> Match:
 
 
 _AVERAGED = "leave it as it is: an average of the scores, as an entropy is one, needs the scores themselves"
+_CHOSEN = "leave it as it is: a mask of the highest scores, as of top-k, needs the scores themselves"
 
 
 def _check_weights(emitter: AttentionEmitter, core: Core) -> None:
-    """Refuse values, and weights of rows or keys, that are made of the scores, which would be computed beside the kernel."""
+    """Refuse operands that are made of the scores, which would be computed beside the kernel: values, weights, masks."""
     effects = emitter.region.effects
 
     def above(node: fx.Node) -> Iterable[fx.Node]:
         name = effects.name(node) or ""
         return [] if name.endswith("_like") or name.startswith("new_") else inside.intersection(node.all_input_nodes)
 
-    weights, values, inside = emitter.weights(), emitter.value.node, set(core.nodes)
+    weights, values, edge, inside = emitter.weights(), emitter.value.node, emitter.edge(), set(core.nodes)
     for node in core.nodes:
-        if (node in weights or node is values) and core.nodes[0] in reached([node], above):
-            does, edit = ("is weighted by", _AVERAGED) if node is values else ("weights", IF_USED)
+        if node in edge and core.nodes[0] in reached([node], above):
+            does, edit = ("is weighted by", _AVERAGED) if node is values else ("masks", _CHOSEN)
+            does, edit = ("weights", IF_USED) if node in weights else (does, edit)
             raise RefusedError("INTERIOR_USED", f"{told(node)} is made of the scores, and {does} what they give", edit)
 
 

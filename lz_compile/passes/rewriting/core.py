@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from lz_compile.passes.formula import layout
-from lz_compile.passes.formula.expressions import made_of
+from lz_compile.passes.formula.expressions import is_cast, made_of
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, grad_enabled
 from lz_compile.passes.graph.refusal import RefusedError, mutated, told
@@ -100,9 +100,12 @@ def _reader(node: fx.Node) -> str:
 
 
 def _measures(user: fx.Node, node: fx.Node) -> bool:
-    """Whether only the size or the dtype of a value is asked for, which nobody has to compute the value for."""
+    """Whether only the size or the dtype of a value is asked for, or of a cast of it, which nobody has to compute it for."""
     call = read(user)
-    return call is not None and (call.name in ("size", "dim", "numel") or node not in made_of(user, call))
+    if call is None:
+        return False
+    is_asked = call.name in ("size", "dim", "numel") or node not in made_of(user, call)
+    return is_asked or (is_cast(call) and bool(user.users) and all(_measures(each, user) for each in user.users))
 
 
 def find_core(effects: Effects, first: fx.Node, output: fx.Node, *, is_operand: bool = False) -> Core:
