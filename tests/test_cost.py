@@ -619,6 +619,18 @@ def test_doctor_shows_the_rates_of_this_machine(
     assert "rates in float32" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_work_of_another_machine_is_that_of_its_instructions(dtype: torch.dtype) -> None:
+    def points(kernel: str, isa: set[str], keys: int) -> float:
+        found = work(kernel, dtype, frozenset(), sizes(512, keys), frozenset(isa))
+        assert found is not None
+        return found.amounts.get("pointwise", 0.0)
+
+    narrow, wide = {"avx2"}, {"avx2", "avx512", "avx512_bf16", "avx512_fp16"}
+    assert points("inductor", narrow, 512) > points("inductor", wide, 512)  # products of 16 bits are widened
+    assert points("torch.sdpa", narrow, 520) == points("torch.sdpa", narrow, 512) == 0 < points("torch.sdpa", wide, 520)
+
+
 def test_what_a_query_reads_is_priced_by_all_that_a_batch_reads() -> None:
     def size(batch: int, keys: int) -> float:
         dims = {"num_heads": 8, "num_kv_heads": 8, "head_dim": 64, "value_dim": 64}

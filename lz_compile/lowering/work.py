@@ -41,14 +41,19 @@ Kind: TypeAlias = Literal[
 #: unless they fit into what a heap keeps at its end, which is up to twice as much.
 FRESH_FROM = 1 << 25
 KEPT = 2 * FRESH_FROM
+#: Instruction sets of a usual machine.
+USUAL = frozenset({"avx2", "avx512", "avx512_fp16", "amx", "amx_bf16"})
 
 
-def is_looped(dtype: torch.dtype) -> bool:
-    """Whether PyTorch multiplies ``dtype`` on this CPU in plain loops, for want of instructions."""
-    isa = hardware("cpu").isa
-    if dtype == torch.float16:
+def is_looped(dtype: torch.dtype, isa: frozenset[str] | None = None) -> bool:
+    """Whether PyTorch multiplies ``dtype`` in plain loops for want of instructions: of this CPU, or of one with ``isa``."""
+    here = hardware("cpu").isa
+    isa = here if isa is None else isa
+    if dtype == torch.float16 and isa == here:
         has_library = torch.backends.mkldnn.is_available()
         return "avx2" in isa and not (has_library and torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    if dtype == torch.float16:
+        return "avx2" in isa and "avx512_fp16" not in isa
     return dtype == torch.bfloat16 and not has_short_products(isa)
 
 

@@ -31,7 +31,7 @@ from lz_compile.ground.hardware import hardware, has_short_products
 from lz_compile.ground.isolation import isolated
 from lz_compile.ground.store import Store
 from lz_compile.lowering import frames
-from lz_compile.lowering.work import KEPT, Kind, Work, is_looped, product_dtype
+from lz_compile.lowering.work import KEPT, USUAL, Kind, Work, is_looped, product_dtype
 from lz_compile.runtime.problem.context import SelectionContext, name_of
 
 #: What two estimates may differ by without one being faster: the model's own error.
@@ -90,14 +90,12 @@ class Rates:
 def parts(kernel_id: str, context: SelectionContext, sizes: Mapping[str, int]) -> Mapping[str, float] | None:
     """What a kernel's work takes, in µs by kind, here or (for another CPU) on a usual one; None where nothing says it."""
     stated = _stated(context.op) if context.device_type == "cpu" else None
-    given = {**sizes, "copies": context.copies}
-    work = None if stated is None else stated(kernel_id, context.dtype, frozenset(context.features), given)
+    given, isa = {**sizes, "copies": context.copies}, USUAL if _is_impersonal.get() else context.hardware.isa
+    work = None if stated is None else stated(kernel_id, context.dtype, frozenset(context.features), given, isa)
     if work is None:
         return None
-    if _is_impersonal.get():
-        return usual(context.dtype).us(work)
-    is_here = context.hardware == hardware("cpu")
-    return (rates(context.dtype) if is_here else usual(context.dtype, context.hardware.isa)).us(work)
+    is_here = context.hardware == hardware("cpu") and not _is_impersonal.get()
+    return (rates(context.dtype) if is_here else usual(context.dtype, isa)).us(work)
 
 
 @contextmanager
@@ -171,7 +169,7 @@ def _usual_here(dtype: torch.dtype) -> Rates:
 
 
 @cache
-def usual(dtype: torch.dtype, isa: frozenset[str] = frozenset({"amx"})) -> Rates:
+def usual(dtype: torch.dtype, isa: frozenset[str] = USUAL) -> Rates:
     """The rates of a usual machine with these instruction sets, which the file beside this one names.
 
     They matter in 16 bits: with AMX products are fast, with AVX2 alone PyTorch's loops take a hundred times as long.

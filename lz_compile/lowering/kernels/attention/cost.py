@@ -15,7 +15,7 @@ import torch
 
 from lz_compile.lowering.kernels.attention.blocked import BLOCK, MAX_KINDS
 from lz_compile.lowering.kernels.attention.mask_numbers import FEWEST
-from lz_compile.lowering.work import Kind, Work, fresh, is_looped
+from lz_compile.lowering.work import USUAL, Kind, Work, fresh, is_looped
 
 #: Features by which work depends on data, or on what no size says: priors speak of these.
 _UNKNOWN = frozenset({"documents", "sliding_window", "alibi", "masked_row_fill"})
@@ -71,6 +71,7 @@ class _Shape:
     features: frozenset[str]
     copies: int = 1
     is_widened: bool = False
+    lanes: int = 8
 
     @property
     def scores(self) -> float:
@@ -169,8 +170,7 @@ def _fused(x: _Shape) -> Work:
     if x.queries <= _FEW:
         return _work(x, {"fused_row": _INTERLEAVED * x.looked_at, **masks, "call": _FUSED_CALLS})
     kind: Kind = "fused_training" if x.is_training else "fused"
-    lanes = 16 if torch.backends.cpu.get_cpu_capability() == "AVX512" else 8
-    points = masks["pointwise"] + _ONE_BY_ONE * x.batch * x.heads * x.queries * (x.keys % lanes)
+    points = masks["pointwise"] + _ONE_BY_ONE * x.batch * x.heads * x.queries * (x.keys % x.lanes)
     return _work(x, {kind: x.flops * x.seen(_FUSED_BLOCK), "pointwise": points, "call": _FUSED_CALLS})
 
 
@@ -258,8 +258,14 @@ _KERNELS: Mapping[str, Callable[[_Shape], Work]] = {
 }
 
 
-def work(kernel_id: str, dtype: torch.dtype, features: frozenset[str], sizes: Mapping[str, int]) -> Work | None:
-    """What a kernel does in one call on a CPU; None where no formula says it.
+def work(
+    kernel_id: str,
+    dtype: torch.dtype,
+    features: frozenset[str],
+    sizes: Mapping[str, int],
+    isa: frozenset[str] = USUAL,
+) -> Work | None:
+    """What a kernel does in one call on a CPU with these instruction sets; None where no formula says it.
 
     ``inductor`` with the name of a kernel is what Inductor makes of a source that it fuses into that one.
     """
@@ -276,6 +282,7 @@ def work(kernel_id: str, dtype: torch.dtype, features: frozenset[str], sizes: Ma
         bytes_each=dtype.itemsize,
         features=features,
         copies=sizes.get("copies", 1),
-        is_widened=is_looped(dtype),
+        is_widened=is_looped(dtype, isa),
+        lanes=16 if "avx512" in isa else 8,
     )
     return found(shape)
