@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lz_compile.lowering import inductor, wide_products
@@ -16,7 +17,8 @@ from lz_compile.runtime.policy import policy
 from lz_compile.runtime.policy.settings import Layer, Value
 
 HALF = [torch.bfloat16, torch.float16]
-WIDE = torch.ops.layerzero.wide_product_kernel.default
+WIDE, GROUPS = torch.ops.layerzero.wide_product_kernel.default, torch.ops.layerzero.wide_groups_kernel.default
+KERNELS = {WIDE: wide_products._wide_product, GROUPS: wide_products._wide_groups}
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +34,9 @@ def widened(function: Any, *inputs: Any, mode: str = "fake") -> tuple[Any, list[
     widen_products(module.graph)
     module.graph.lint()
     names = [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
-    for call in module.graph.find_nodes(op="call_function", target=WIDE):
-        call.target = wide_products._wide_product  # where the operator's kernel raises loops would complete it
+    for target, kernel in KERNELS.items():
+        for call in module.graph.find_nodes(op="call_function", target=target):
+            call.target = kernel  # where the operator's kernel raises loops would complete it
     module.recompile()
     return module(*inputs), names
 
@@ -112,6 +115,56 @@ def test_backward_passes_are_too(form):
     for ours, exact in zip(found, gradients(*(each.double() for each in inputs)), strict=True):
         assert ours.dtype == torch.bfloat16
         torch.testing.assert_close(ours.double(), exact, rtol=0.05, atol=0.05 * exact.abs().max().item())
+
+
+GROUPED = {
+    "rows": [(40, 16), (4, 16, 24)],
+    "columns": [(4, 24, 16), (16, 40)],
+    "sums": [(24, 40), (40, 16)],
+}
+
+
+@pytest.mark.parametrize("ends", [[8, 8, 30, 40], [0, 0, 0, 40], [1, 2, 3, 32]], ids=str)
+@pytest.mark.parametrize("form", GROUPED)
+def test_products_of_groups_are_summed_in_float32(form, ends):
+    factors = [torch.randn(shape).bfloat16() for shape in GROUPED[form]]
+    found, names = widened(torch._grouped_mm, *factors, torch.tensor(ends, dtype=torch.int32))
+    assert names == [str(GROUPS)]
+    parts = [slice(*pair) for pair in zip([0, *ends], ends, strict=False)]
+    left, right = (each.double() for each in factors)
+    exact = {
+        "rows": lambda: torch.cat([left[part] @ right[i] for i, part in enumerate(parts)]),
+        "columns": lambda: torch.cat([left[i] @ right[:, part] for i, part in enumerate(parts)], -1),
+        "sums": lambda: torch.stack([left[:, part] @ right[part] for part in parts]),
+    }[form]()
+    whole = found[: ends[-1]] if form == "rows" else found[:, : ends[-1]] if form == "columns" else found
+    assert whole.shape == exact.shape
+    assert_rounded_once(whole, lambda _: exact, whole)
+    looped = wide_products._looped_groups(*factors, torch.tensor(ends))
+    torch.testing.assert_close(looped, found, rtol=2e-2, atol=2e-2)
+
+
+def test_experts_of_transformers_are_trained_with_such_products():
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=1, num_local_experts=4,
+    )  # fmt: skip
+    experts = transformers.MixtralForCausalLM(config).bfloat16().model.layers[0].mlp.experts
+    shares, places = torch.rand(48, 4).topk(2)
+    x, seen = torch.randn(48, 32), []
+    with torch._inductor.config.patch(
+        post_grad_custom_post_pass=lambda graph: seen.append([str(node.target) for node in graph.nodes]),
+        force_disable_caches=True,
+    ):
+        result = torch.compile(experts, backend="layerzero")(x.bfloat16(), places, shares.bfloat16())
+        result.float().square().sum().backward()
+    assert [names.count(str(GROUPS)) for names in seen] == [2, 3]  # nobody asked for the gradient of the input
+    exact = copy.deepcopy(experts).double()
+    exact.zero_grad()
+    exact.config._experts_implementation = "eager"
+    exact(x.double(), places, shares.double()).square().sum().backward()
+    for one, two in zip(experts.parameters(), exact.parameters(), strict=True):
+        torch.testing.assert_close(one.grad.double(), two.grad, rtol=0.05, atol=0.05 * two.grad.abs().max().item())
 
 
 def test_sizes_may_be_symbols():

@@ -9,7 +9,7 @@ a float32 copy of a large weight would be new memory in every call, which takes 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, fx
@@ -20,6 +20,8 @@ from lz_compile.lowering.work import is_looped
 _ATEN, _CAST = torch.ops.aten, torch.ops.prims.convert_element_type.default
 #: Products, and where the two factors stand in their arguments.
 _PRODUCTS = {_ATEN.mm.default: 0, _ATEN.bmm.default: 0, _ATEN.addmm.default: 1, _ATEN.baddbmm.default: 1}
+#: Products of groups: rows, columns or sums of which one factor holds many, and the other one for each.
+_GROUPED = ("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
 _CONVOLUTIONS = (_ATEN.convolution.default, _ATEN.convolution_backward.default)
 #: Numbers of one piece: of both factors and the result.
 _PIECE = 1 << 20
@@ -42,6 +44,12 @@ def widen_products(graph: fx.Graph) -> None:
                 factors = [*map(float, factors)]  # C++ that calls an operator takes an int for the bits of a float
                 call.target = torch.ops.layerzero.wide_product_kernel.default
                 call.args, call.kwargs = (left, right, *(added or (None,)), *factors), {}
+    for call in [node for node in graph.nodes if node.op == "call_function" and str(node.target) in _GROUPED]:
+        given = [*call.args, *call.kwargs.values()]
+        is_plain = len(given) > 2 and isinstance(given[2], fx.Node) and given[3:] in ([], [None], [None, None])
+        if is_plain and _is_looped(given[0].meta["val"]):
+            call.target = torch.ops.layerzero.wide_groups_kernel.default
+            call.args, call.kwargs = tuple(given[:3]), {}
     for target in _CONVOLUTIONS:
         for call in graph.find_nodes(op="call_function", target=target):
             if _is_looped(call.args[0].meta["val"]):
@@ -131,6 +139,36 @@ def _pieces(shape: torch.Size, inner: int) -> Iterator[tuple[slice, slice, slice
                 yield slice(first, first + max(at_once, 1)), slice(row, row + many), slice(column, column + wide)
 
 
+def _wide_groups(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """One product for each group ``end[i - 1]`` to ``end[i]``, of the rows ``[M, K]`` of the left factor with ``[G, K, N]``.
+
+    Or of the columns ``[K, N]`` of the right one with ``[G, M, K]``; of ``[M, K]`` and ``[K, N]`` they are groups of the
+    sum, and the result is ``[G, M, N]``.
+    """
+    return _by_groups(_wide_product, left, right, ends)
+
+
+def _by_groups(product: Callable[..., Tensor], left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    result, start = _fake_groups(left, right, ends).zero_(), 0
+    for place, end in enumerate(ends.tolist()):
+        part = slice(start, end)
+        one = left[part] if right.dim() == 3 else left[:, part] if left.dim() == 2 else left[place]
+        other = right[:, part] if left.dim() == 3 else right[part] if right.dim() == 2 else right[place]
+        found = part if right.dim() == 3 else place if left.dim() == 2 else (slice(None), part)
+        result[found] = product(one, other, None, 1, 1)
+        start = end
+    return result
+
+
+def _fake_groups(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    groups = ends.shape if left.dim() == right.dim() else ()
+    return left.new_empty(*groups, left.shape[-2], right.shape[-1])
+
+
+def _looped_groups(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    return _by_groups(_looped, left, right, ends)
+
+
 def _fake(left: Tensor, right: Tensor, added: Tensor | None, beta: float, alpha: float) -> Tensor:
     return left.new_empty(*left.shape[:-1], right.shape[-1])
 
@@ -142,3 +180,4 @@ def _looped(left: Tensor, right: Tensor, added: Tensor | None, beta: float, alph
 
 
 opaque("wide_product", _wide_product, _fake, fallback=_looped)
+opaque("wide_groups", _wide_groups, _fake_groups, fallback=_looped_groups)
