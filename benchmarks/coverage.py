@@ -25,6 +25,7 @@ from rich.table import Table
 from torch._dynamo.utils import counters
 
 import lz_compile
+from benchmarks.harness import INDUCTOR
 from benchmarks.occurrences import occurrences
 from benchmarks.publish import Publication, table_of
 from tests import zoo
@@ -78,7 +79,7 @@ def _explained(family: zoo.Family, attn: str) -> tuple[lz_compile.Report, list[s
     counters.clear()
     model, tensors = family.build(attn)
     inputs: dict[str, Any] = dict(tensors)
-    with torch.no_grad(), lz_compile.prefer(*KERNELS):
+    with torch.no_grad(), lz_compile.prefer(*KERNELS), lz_compile.avoid(INDUCTOR):
         report = lz_compile.explain(model, print_report=False, **inputs)
     return report, [text.splitlines()[0] for text in counters["graph_break"]]
 
