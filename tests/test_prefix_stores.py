@@ -46,6 +46,33 @@ def blelloch_by_views(a: Tensor, x: Tensor) -> Tensor:
     return x.transpose(1, 2)
 
 
+def blelloch_by_pairs(a: Tensor, x: Tensor) -> Tensor:
+    """Over memory in another order, by views that name all sizes, into pieces that are cut along two dimensions at once."""
+    a, x = (each.clone().transpose(1, 2) for each in (a, x))
+    width, steps = x.shape[1:]
+    levels = int(math.log2(steps))
+
+    def pairs(each: Tensor) -> Tensor:
+        return each.view(len(each), width, each.shape[2] // 2, 2)
+
+    whole, factors = x, a
+    for _ in range(levels):
+        whole, factors = pairs(whole), pairs(factors)
+        whole[..., 1].add_(factors[..., 1].mul(whole[..., 0]))
+        factors[..., 1].mul_(factors[..., 0])
+        whole, factors = whole[..., 1], factors[..., 1]
+    for level in range(levels - 2, -1, -1):
+        states, decays = (pairs(each[:, :, 2**level - 1 : steps : 2**level]) for each in (x, a))
+        states[:, :, 1:, 0].add_(decays[:, :, 1:, 0].mul(states[:, :, :-1, 1]))
+        decays[:, :, 1:, 0].mul_(decays[:, :, :-1, 1])
+    return x.transpose(1, 2)
+
+
+def beside_an_exponential(a: Tensor, x: Tensor) -> Tensor:
+    """Where a piece that is written to could be one of scores."""
+    return blelloch_by_pairs((-x.exp()).exp() * a, x)
+
+
 def doubling(a: Tensor, x: Tensor) -> Tensor:
     """Every element from the one that is a power of two before it."""
     a, x, step = a.clone(), x.clone(), 1
@@ -91,11 +118,11 @@ def summed(_: Tensor, x: Tensor) -> Tensor:
     return x
 
 
-def compiled(function: Sweep, steps: int = 16) -> tuple[Rewriting, Tensor, Tensor]:
+def compiled(function: Sweep, steps: int = 16, width: int = 3) -> tuple[Rewriting, Tensor, Tensor]:
     """The backend, what it gives and what eager gives."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    a, x, backend = torch.rand(2, steps, 3), torch.randn(2, steps, 3), Rewriting()
+    a, x, backend = torch.rand(2, steps, width), torch.randn(2, steps, width), Rewriting()
     with torch.no_grad():
         return backend, torch.compile(function, backend=backend, fullgraph=True)(a, x), function(a, x)
 
@@ -103,7 +130,17 @@ def compiled(function: Sweep, steps: int = 16) -> tuple[Rewriting, Tensor, Tenso
 @pytest.mark.sampled
 @pytest.mark.parametrize(
     "sweep",
-    [blelloch_by_slices, blelloch_by_views, doubling, backwards(doubling), reversed_doubling, padded, summed],
+    [
+        blelloch_by_slices,
+        blelloch_by_views,
+        blelloch_by_pairs,
+        beside_an_exponential,
+        doubling,
+        backwards(doubling),
+        reversed_doubling,
+        padded,
+        summed,
+    ],
     ids=lambda each: each.__qualname__.split(".")[0],
 )
 @pytest.mark.parametrize("steps", [16, 32])
@@ -114,6 +151,13 @@ def test_a_sweep_in_place_is_the_op(sweep: Sweep, steps: int) -> None:
     assert "add_" not in str(backend.graphs[0].graph)
     torch.testing.assert_close(got, want)
     assert got.stride() == want.stride()
+
+
+@pytest.mark.parametrize("sweep", [blelloch_by_views, blelloch_by_pairs])
+def test_a_sweep_over_fewer_steps_than_another_dimension_has_is_the_op(sweep: Sweep) -> None:
+    backend, got, want = compiled(sweep, 16, 64)
+    assert [match.op for match in backend.report.matches] == ["scan"], backend.why_not()
+    torch.testing.assert_close(got, want)
 
 
 def test_what_it_overwrites_of_the_decays_stays_where_somebody_reads_it() -> None:

@@ -6,7 +6,7 @@ that one: the same calls are made again. What others hold, or what no call tells
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any, TypeAlias
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
-from lz_compile.ground.sizes import shape_of
+from lz_compile.ground.sizes import Size, shape_of
 from lz_compile.passes.formula import layout
 from lz_compile.passes.formula.moves import order_in_memory
 from lz_compile.passes.graph.effects import RESHAPERS, Effects
@@ -281,12 +281,19 @@ def undone(view: View, value: fx.Node, emit: Emitter) -> fx.Node:
     if turn is not None:
         return emit.call("permute", value, turn)
     shape, own = shape_of(known_tensor(view.parent.made)), shape_of(known_tensor(value))
-    before = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(shape, own, strict=False)))
-    if shape[before + 1 :] == own[len(own) - len(shape) + before + 1 :] and before < len(shape) < len(own):
+    before = split_dim(shape, own)
+    if before is not None:
         return emit.call("flatten", value, before, before + len(own) - len(shape))
     if all(isinstance(size, int) for size in shape):
         return emit.call("view", value, tuple(shape))
     return emit.call("view_as", value, view.parent.made)
+
+
+def split_dim(shape: Sequence[Size], parts: Sequence[Size]) -> int | None:
+    """The one dimension that is several in another shape; None where shapes differ otherwise."""
+    before = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(shape, parts, strict=False)))
+    rest = [*parts][len(parts) - len(shape) + before + 1 :]
+    return before if [*shape][before + 1 :] == rest and before < len(shape) < len(parts) else None
 
 
 def _turned(node: fx.Node) -> list[int] | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import sympy
 import torch
@@ -28,7 +29,7 @@ from lz_compile.passes.graph.gradients import is_made_attached
 from lz_compile.passes.graph.modes import grad_enabled
 from lz_compile.passes.graph.view import is_floating, known_tensor, memory_of, read, tensor_of
 from lz_compile.passes.graph.writes import ACTIVATIONS, NEW
-from lz_compile.passes.inlining.memory import Cut, Memories, View, undone
+from lz_compile.passes.inlining.memory import Cut, Memories, View, split_dim, undone
 from lz_compile.passes.inlining.out_of_place import forgets, forms
 from lz_compile.passes.loops.roll.piece_values import piece_value
 from lz_compile.passes.loops.roll.piece_writes import is_overwritten, store_pieces
@@ -63,6 +64,8 @@ def with_values(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     if not effects.has_mutations:
         return spelled
     stage = _Stage(graph, effects, may_edit, is_scored=is_scored)
+    if stage.spell_out_pieces():
+        stage = _Stage(graph, Effects(graph), may_edit, is_scored=is_scored)
     return spelled + stage.run()
 
 
@@ -116,6 +119,36 @@ class _Stage:
         for node in reversed(replaced):
             self.graph.erase_node(node)
         return len(replaced)
+
+    def spell_out_pieces(self) -> bool:
+        """Let each view that is written through concern one dimension, where it can; whether any is spelled otherwise now.
+
+        ``x[:, 1:, 0]`` is ``x[..., 0][:, 1:]``, and ``x.view(B, T // 2, 2)`` is ``x.unflatten(1, (T // 2, 2))``. A piece of
+        scores is told as arithmetic.
+        """
+        made: dict[fx.Node, None] = {}
+        for node, target in self.effects.writes_made:
+            view = self.memories.view(target)
+            if view is None or view.memory.stays or not (view.memory in self.swept or not self.is_scored):
+                continue
+            if self._is_cut_rarely(_root(view)):
+                made.update(dict.fromkeys((node, *(each.made for each in view.above() if each.cut() is None))))
+        return sum([self._spelled_out(node) for node in made]) > 0
+
+    def _spelled_out(self, node: fx.Node) -> bool:
+        (dim, last), *others = _cuts(node) or [(0, None)]
+        split = _split(node)
+        if not (others or split) or not self.may_edit(node):
+            return False
+        if split:
+            node.op, node.target, node.args, node.kwargs = "call_method", "unflatten", (node.args[0], *split), {}
+            return True
+        emit, source = self._emitter(node), node.args[0]
+        with self.graph.inserting_before(node):
+            for other, each in reversed(others):
+                source = emit.call(operator.getitem, source, (*[layout.WHOLE] * other, each))
+        node.args = (source, (*[layout.WHOLE] * dim, last), *node.args[2:])
+        return True
 
     def _emitter(self, node: fx.Node) -> Emitter:
         return Emitter(self.graph, self.mode, self.effects.ambient(node), node)
@@ -216,7 +249,9 @@ class _Stage:
     def _piece(self, node: fx.Node, view: View) -> fx.Node | None:
         """What a store into a piece of scores leaves of all of them, as arithmetic; None where it has no such form."""
         target = node.args[0] if node.target is operator.setitem else None
-        if not self.is_scored or not isinstance(target, fx.Node) or not self._is_cut_rarely(view):
+        if not self.is_scored or view.memory in self.swept or not isinstance(target, fx.Node):
+            return None
+        if not self._is_cut_rarely(view):
             return None
         value, old = piece_value(self._emitter(node), node, target, self.effects), known_tensor(target)
         is_alike = value is not None and kind_of(value) == kind_of(target)
@@ -261,23 +296,42 @@ class _Stage:
         shape[dim : dim + 1] = [] if drops else [len(range(cut.start, cut.stop, cut.step))]
         if new is None or new.device != old.device or [*shape_of(new)] != shape or cut.start >= cut.stop:
             return None
-        target, parts = self.memories.now(view.made, emit), []
-        if cut.step != 1:
-            cast = _cast(value, old, emit)
-            scattered = emit.call(torch.slice_scatter, target, cast, dim, cut.start, cut.stop, cut.step)
-            return scattered if is_piece or self._lies_alike(scattered, old, node, view) else None
-        for side in (slice(0, cut.start), cut, slice(cut.stop, size)):
-            if side is cut:
-                parts.append(_cast(emit.call("unsqueeze", value, dim) if drops else value, old, emit))
-            elif side.start < side.stop:
-                parts.append(emit.call(operator.getitem, target, (*[slice(None)] * dim, side)))
-        joined = emit.call(torch.cat, parts, dim)
+        target = self.memories.now(view.made, emit)
+        part = emit.call("unsqueeze", value, dim) if drops else value
+        part = part if new.dtype == old.dtype else emit.call("to", part, old.dtype)
+        is_cat = is_piece or order_in_memory(old) in (None, [*range(old.dim())])
+        if cut.step != 1 or not is_cat:  # it lies in memory as the target does
+            joined = emit.call(torch.slice_scatter, target, part, dim, cut.start, cut.stop, cut.step)
+        else:
+            ends = [each for each in (slice(0, cut.start), slice(cut.stop, size)) if each.start < each.stop]
+            parts = [emit.call(operator.getitem, target, (*[slice(None)] * dim, each)) for each in ends]
+            parts.insert(min(cut.start, 1), part)
+            joined = emit.call(torch.cat, parts, dim)
         return joined if is_piece or self._lies_alike(joined, old, node, view) else None
 
     def _is_cut_rarely(self, view: View) -> bool:
         """Whether it is computed, and has fewer pieces written than a loop has steps, or is swept over."""
         is_swept = view.memory in self.swept
         return _is_computed(view.made, 0 if is_swept else len(self.effects.writes_to(view.made)))
+
+
+def _cuts(node: fx.Node) -> list[tuple[int, Any]]:
+    """What a subscript selects, by dimension; none where it is more than slices and numbers, or this is no subscript."""
+    source = tensor_of(node.args[0]) if node.target in (operator.getitem, operator.setitem) else None
+    elements = () if source is None else layout.elements_of(node.args[1], source) or ()
+    is_plain = all(isinstance(each, (int, slice)) for each in elements)
+    return [(dim, each) for dim, each in enumerate(elements) if each != layout.WHOLE] if is_plain else []
+
+
+def _split(node: fx.Node) -> tuple[int, tuple[int, ...]] | None:
+    """The dimension that a call splits, and into which; None where it does something else."""
+    call, new = read(node), tensor_of(node)
+    source = None if call is None or call.name not in ("view", "reshape") else tensor_of(call.input)
+    if source is None or new is None or source.dtype != new.dtype:
+        return None
+    dim = split_dim(shape_of(source), shape_of(new))
+    sizes = () if dim is None else shape_of(new)[dim : dim + 1 + new.dim() - source.dim()]
+    return None if dim is None or not all(isinstance(size, int) for size in sizes) else (dim, tuple(sizes))
 
 
 def _is_even(view: View) -> bool:
@@ -297,7 +351,7 @@ def _is_swept(root: fx.Node, writes: Sequence[tuple[fx.Node, fx.Node]]) -> bool:
     known = [each for each in pieces if each is not None]
     if not all(isinstance(size, int) for tensor in (shape, *(each.shape for each in known)) for size in tensor):
         return False
-    places = {repr(node.args[1:2]) if node.target is operator.setitem else _place(target) for node, target in new}
+    places = {(_place(target), repr(node.args[1:2]) * (node.target is operator.setitem)) for node, target in new}
     is_short = len(places) == len(new) <= 2 * math.log2(max((1, *shape)))
     return is_short and sum(math.prod(each.shape) for each in known) > math.prod(shape)
 

@@ -128,13 +128,14 @@ class _Reader:
         """
         if output not in self._moved or not self._may_end(output):
             return None
-        core = self.core(output)
-        for dim, steps in enumerate(known_tensor(output).shape):
-            if not isinstance(steps, int) or steps < LEAST_STEPS:
-                continue
-            mixing = sum(self._mixes(node, dim) for node in core)
-            leaves = self._leaves(core, dim)
-            if mixing < 2 * math.log2(steps) or leaves is None:
+        core, shape = self.core(output), known_tensor(output).shape
+        long = [dim for dim, steps in enumerate(shape) if isinstance(steps, int) and steps >= LEAST_STEPS]
+        mixing = {dim: sum(self._mixes(node, dim) for node in core) for dim in long}
+        for dim in sorted(
+            long, key=mixing.__getitem__, reverse=True
+        ):  # pieces of time seem to be of other dimensions, too
+            steps, leaves = shape[dim], self._leaves(core, dim)
+            if mixing[dim] < 2 * math.log2(steps) or leaves is None:
                 continue
             if not any(map(self._effects.is_overwritten, (*core, *leaves))):
                 if len(core) > _MOST_CALLS:
