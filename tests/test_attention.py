@@ -683,6 +683,20 @@ def test_a_direct_sdpa_call_is_recognised_and_can_be_given_another_kernel() -> N
     torch.testing.assert_close(got, attention(*qkv()))
 
 
+@pytest.mark.parametrize("transform", [torch.vmap, torch.func.grad])
+def test_a_direct_sdpa_call_inside_of_a_transform_is_told(transform: Callable[..., Any]) -> None:
+    def attention(x: Tensor) -> Tensor:
+        found = F.scaled_dot_product_attention(x, x, x)
+        return found.sum() if transform is torch.func.grad else found
+
+    torch._dynamo.reset()
+    backend, x = Rewriting(lock={"attention": "lz.blocked"}), torch.randn(2, 3, 9, 16)
+    got = torch.compile(transform(attention), backend=backend, fullgraph=True)(x)
+    torch.testing.assert_close(got, transform(attention)(x))
+    assert [miss.reason.code for miss in backend.report.near_misses] == ["FUNCTION_TRANSFORM"]
+    assert not [event for event in backend.report.events if "FAILED" in event.code], backend.why_not()
+
+
 @pytest.mark.parametrize("symbolic", ["query", "key", "both"])
 def test_heads_of_a_call_that_share_keys_may_be_symbolic(symbolic: str) -> None:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -286,6 +286,21 @@ def test_an_unknown_activation_between_two_projections_is_a_near_miss(activation
     assert [miss.reason.code for miss in backend.report.near_misses] == ["NO_MLP"]
 
 
+@pytest.mark.parametrize("bend", [torch.tanh, lambda x: x.clamp(-7, 7), F.gelu])
+def test_an_activation_beside_a_projection_that_bends_too_is_a_near_miss(bend: Callable[[Tensor], Tensor]) -> None:
+    x, gate, up = _projections()
+    for function in (lambda x: F.silu(gate(x)) * bend(up(x)), lambda x: bend(up(x)) * F.silu(gate(x))):
+        _, backend = _run(function, x)
+        assert [miss.reason.code for miss in backend.report.near_misses] == ["NO_MLP"], backend.why_not()
+
+
+def test_the_cell_of_a_recurrence_is_no_near_miss() -> None:
+    x, gate, up = _projections()
+    _, backend = _run(lambda x: torch.sigmoid(gate(x)) * torch.tanh(up(x)), x)
+    assert not backend.report.near_misses
+    assert not backend.report.events
+
+
 @pytest.mark.parametrize("function", [F.softshrink, F.hardshrink, lambda x, at: torch.logit(x, at / 2)])
 def test_functions_with_other_parameters_are_others(function: Callable[[Tensor, float], Tensor]) -> None:
     def gated(x: Tensor) -> Tensor:

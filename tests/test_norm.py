@@ -918,6 +918,17 @@ def test_what_nobody_reads_does_not_stand_in_the_way() -> None:
     assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
 
 
+def test_a_deviation_that_is_taken_with_its_mean_is_a_norms() -> None:
+    def norm(x: Tensor) -> Tensor:
+        deviation, mean = torch.std_mean(x, -1, keepdim=True, unbiased=False)
+        return (x - mean) / deviation
+
+    backend = Rewriting(lock={"norm": "torch.norm"})
+    x = torch.randn(5, 16)
+    torch.testing.assert_close(torch.compile(norm, backend=backend, fullgraph=True)(x), norm(x))
+    assert [match.rewritten for match in backend.report.matches] == [True], backend.why_not()
+
+
 @pytest.mark.parametrize("is_trained", [False, True])
 def test_detached_statistics_are_a_norms_where_nothing_has_a_gradient(is_trained: bool) -> None:
     """As time series are made stationary: elsewhere, what was taken off is a constant to whoever differentiates."""

@@ -20,7 +20,7 @@ from lz_compile.passes.formula.axes import Axis, Dims, LayoutError, axes_of, fre
 from lz_compile.passes.formula.expressions import constant_value, is_cast
 from lz_compile.passes.formula.projections import Supports, projection
 from lz_compile.passes.graph.effects import Effects
-from lz_compile.passes.graph.refusal import NearMiss, RefusedError
+from lz_compile.passes.graph.refusal import MutatedError, NearMiss, RefusedError
 from lz_compile.passes.graph.view import Call, known_tensor, memory_of, read, tensor_of
 from lz_compile.passes.mlp import recogniser
 from lz_compile.passes.mlp.recogniser import Activation
@@ -86,10 +86,13 @@ class _Reader:
         return self._call(anchor).name == "glu"
 
     def _is_gated(self, anchor: fx.Node) -> bool:
-        """Whether an anchor multiplies a bent projection by another one of the same input and size."""
+        """Whether an anchor multiplies a bent projection by another one of the same input and size.
+
+        Where both bend, as in the cell of an LSTM, one of them is an activation of MLPs.
+        """
         operands = anchor.all_input_nodes
         factors = [self.supports.of(node) for node in operands]
-        if self._call(anchor).name != "mul" or len(factors) != 2 or sum(factor.is_bent for factor in factors) != 1:
+        if self._call(anchor).name != "mul" or len(factors) != 2 or not any(factor.is_bent for factor in factors):
             return False
         if any(len(factor.rows) != 1 for factor in factors) or factors[0].rows == factors[1].rows:
             return False
@@ -100,7 +103,15 @@ class _Reader:
             return False
         products = [projection(self.effects, row) for factor in factors for row in factor.rows]
         calls = [None if node is None else self.effects.calls.get(node) for node in products]
-        return all(each is not None and each.input is calls[0].input for each in calls)  # type: ignore[union-attr]
+        if not all(each is not None and each.input is calls[0].input for each in calls):  # type: ignore[union-attr]
+            return False
+        return not all(factor.is_bent for factor in factors) or any(map(self._is_activation, operands))
+
+    def _is_activation(self, node: fx.Node) -> bool:
+        try:
+            return recogniser.recognise(self.effects, self.supports, node) is not None
+        except (RefusedError, MutatedError, LayoutError):
+            return False
 
 
 def _matched(read: Activation) -> Match:

@@ -48,9 +48,7 @@ _BEFORE, _AFTER, _SOURCES = 6, 24, 8
 #: What the squares that are averaged may be computed by at last.
 _SQUARES = frozenset({"pow", "square", "mul", "div"})
 _ROOTS = (
-    frozenset(
-        {"rsqrt", "sqrt", "log", "log2", "log10", "std", "norm", "linalg_norm", "linalg_vector_norm", "normalize"}
-    )
+    frozenset("rsqrt sqrt log log2 log10 std std_mean norm linalg_norm linalg_vector_norm normalize".split())
     | CALLS.keys()
 )
 #: By what rows are divided that are no normalised ones.
