@@ -131,6 +131,18 @@ def test_a_checkpoint_drops_the_same_again_where_its_forward_gives_the_numbers_t
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("budget", [0, 0.5])
+def test_a_backward_drops_the_same_where_little_memory_is_kept_for_it(budget):
+    x, other = torch.rand(256, 512).requires_grad_(), torch.rand(256, 512)
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        call = torch.compile(lambda x: F.dropout(x * other, 0.25).sin() + other, backend="layerzero")
+        torch.manual_seed(0)
+        result = call(x)
+        (gradient,) = torch.autograd.grad(result.sum(), x)
+    assert torch.equal(gradient != 0, result != other)
+
+
+@pytest.mark.slow
 def test_whoever_asks_for_the_numbers_of_eager_code_gets_them():
     x = torch.randn(160, 512)
     with torch._inductor.config.patch(fallback_random=True):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from backends import Rewriting, traces_the_fast_path
 from torch import nn
 
+import lz_compile as lz
 from lz_compile.errors import RewriteFailedError
 from lz_compile.ground import events
 from lz_compile.passes.graph.effects import Effects
@@ -283,6 +284,22 @@ def test_dynamic_batch_and_lengths(need_weights, has_masks):
         torch.testing.assert_close(compiled(x, memory, memory, **masks), expected, equal_nan=True)
     assert [type(found) for found in recorder.found] == [Inlined], recorder.found
     assert [type(found) for found in recorder.recognised] == [Match], recorder.recognised
+
+
+@pytest.mark.parametrize("transform", [torch.func.vmap, lambda function: torch.func.grad(lambda x: function(x).sum())])
+@pytest.mark.parametrize(
+    "call", [F.scaled_dot_product_attention, nn.MultiheadAttention(EMBED, 4).requires_grad_(False)]
+)
+def test_calls_inside_of_a_transform_stay_and_are_told(call, transform):
+    def first(x):
+        found = call(x, x, x)
+        return found[0] if isinstance(found, tuple) else found
+
+    x = torch.randn(3, 5, 2, EMBED) if transform is torch.func.vmap else torch.randn(5, 2, EMBED)
+    report = lz.explain(transform(first), x, print_report=False)
+    assert [(miss.op, miss.reason.code) for miss in report.near_misses] == [("attention", "FUNCTION_TRANSFORM")]
+    assert not report.matches
+    assert not report.graphs[0].events
 
 
 def encoder_layer(**options):

@@ -229,6 +229,14 @@ def test_two_steps_read_a_bank_as_each_of_them_found_it() -> None:
     torch.testing.assert_close(run(torch.compile(step, backend="layerzero")), run(step))
 
 
+def test_tensors_without_numbers_are_results() -> None:
+    """Inductor makes new ones of these, of which nothing is noted."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)).to("meta")
+    result = torch.compile(model, backend="layerzero")(torch.randn(3, 8, device="meta"))
+    assert (result.device.type, result.shape) == ("meta", (3, 4))
+    result.sum().backward()
+
+
 def cached(cache: Tensor, x: Tensor) -> Tensor:
     """Keys that are written to a cache, which is read."""
     cache[:, PLACES] = x[:, :2]

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy
 
 from lz_compile.lowering.opaque import opaque
 
@@ -23,6 +24,8 @@ _LOW = LEVELS - 1
 _LEAST, _COLUMNS = 1 << 16, 64
 #: Levels that are dropped, or kept, at least: a share is off by half a level.
 _RARE = 64
+#: A share of memory under which no more is kept for a backward than has to be.
+_LITTLE = 1e-9
 #: What marked random numbers are known by.
 _MARK = "layerzero_dropout"
 
@@ -44,6 +47,17 @@ def words(like: torch.Tensor, sizes: tuple[Any, ...]) -> tuple[torch.Tensor, tor
 def dropped(weights: torch.Tensor, of_rows: torch.Tensor, of_columns: torch.Tensor, dropout_p: float) -> torch.Tensor:
     """Weights ``[B, H, Sq, Sk]`` after dropout: zero, or larger. NaN remain."""
     return weights * (_kept(of_rows, of_columns, dropout_p).to(weights.dtype) * share(dropout_p)[1])
+
+
+def keep_seeds(graph: fx.Graph, budget: float) -> None:
+    """Let a backward pass draw by the seeds of its forward, also where only a share of memory is kept for it.
+
+    PyTorch (2.13) makes other seeds then: gradients are those of another dropout.
+    """
+    for seeds in graph.find_nodes(op="call_function", target=torch.ops.prims.inductor_seeds.default):
+        seeds.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        if budget == 0:  # it would keep nothing at all
+            seeds.meta["memory_budget"] = _LITTLE
 
 
 def mark_masks(graph: fx.Graph) -> None:

@@ -35,7 +35,7 @@ from lz_compile.ground.fingerprint import source_hash
 from lz_compile.lowering.checkpointed_scan import checkpointed_scan
 from lz_compile.lowering.configured import configuration, let_subclasses_in
 from lz_compile.lowering.cpp_builds import element_by_element, kernels_joined, know_instructions
-from lz_compile.lowering.dropping import mark_masks, mix_masks
+from lz_compile.lowering.dropping import keep_seeds, mark_masks, mix_masks
 from lz_compile.lowering.frames import RESTARTS, allow_counters, apart, hinted
 from lz_compile.lowering.overwritten_inputs import (
     copy_what_is_overwritten,
@@ -322,6 +322,7 @@ def _keep(graph: fx.Graph) -> None:
     """What its passes over a whole graph have put into one memory, and what both halves of it have to agree on."""
     for change in (keep_results_apart, keep_what_was, mark_masks):
         change(graph)
+    keep_seeds(graph, functorch_config.activation_memory_budget)
 
 
 def _around(

@@ -177,7 +177,8 @@ def keep_results_apart(graph: fx.Graph) -> None:
     kept: list[Any] = list(cast("Any", results.args[0]))
     for place, (was, now) in enumerate(zip(before, origins, strict=True)):
         is_given = now is not None and now.op == "placeholder" and not now.name.startswith("tangents")
-        if first.setdefault(now, was) is not was or (is_given and now is not was):
+        is_other = now is not None and first.setdefault(now, was) is not was  # of new tensors on "meta" nothing is told
+        if is_other or (is_given and now is not was):
             with graph.inserting_before(results):
                 copy = graph.call_function(_ATEN.clone.default, (kept[place],))
             copy.meta = {**kept[place].meta, "val": kept[place].meta["val"].clone()}

@@ -34,7 +34,11 @@ COPIED_SOURCE = "torch.sdpa of copies"
 
 
 def match_sdpa_call(effects: Effects, call: Call, masks: Masks, finish: Finish) -> Match | None:
-    """The attention that a call of SDPA computes; None where an argument is no tensor or no constant."""
+    """The attention that a call of SDPA computes; None where an argument is no tensor or no constant.
+
+    Raises:
+        RefusedError: the call is inside of a transform.
+    """
     nodes = [call.get(name) for name in ("query", "key", "value")]
     tensors = [tensor_of(node) for node in nodes]
     dropout_p, is_causal = specialised(call.get("dropout_p", 0.0)), call.get("is_causal", False)
@@ -92,7 +96,9 @@ def match_sdpa_call(effects: Effects, call: Call, masks: Masks, finish: Finish) 
     )
     simple = simplify(emitter, masks)
     source = MASKED_SOURCE if simple.implied else SOURCE if shared is None else COPIED_SOURCE
-    return finish(simple, find_core(effects, call.node, call.node), source)
+    core = find_core(effects, call.node, call.node)
+    core.check(effects, {})
+    return finish(simple, core, source)
 
 
 def _before_repeats(

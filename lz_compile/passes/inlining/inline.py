@@ -27,6 +27,7 @@ from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.modes import Ambient, ambient_context
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, where_of
 from lz_compile.passes.graph.view import EMITTED, reached, tensor_of, value_of
+from lz_compile.passes.graph.writes import refuse_transformed
 from lz_compile.passes.inlining.attention_calls import BODIES, CALLED, REFUSED
 from lz_compile.passes.proof.agreement import TOLERANCE, Special, doubled, elementwise
 from lz_compile.passes.rewriting.builder import GraphBuilder
@@ -70,6 +71,7 @@ def inline(graph: fx.Graph, *, strict: bool = False) -> list[Inlined | NearMiss]
 
 
 def _replace(graph: fx.Graph, node: fx.Node, ambient: Ambient) -> fx.Node:
+    refuse_transformed(ambient)
     results, arguments = _results(node), _arguments(node)
     structure = _structure(arguments)
     builder = GraphBuilder(graph, results[0], ambient, {})
