@@ -30,7 +30,6 @@ from lz_compile.passes.formula.algebra import Region
 from lz_compile.passes.graph.effects import Effects
 from lz_compile.passes.graph.refusal import NearMiss, RefusedError, reshaped, told
 from lz_compile.passes.graph.view import Call, reached, tensor_of
-from lz_compile.passes.graph.writes import refuse_transformed
 from lz_compile.passes.masks.constants import hold_the_same
 from lz_compile.passes.masks.reading import Masks
 from lz_compile.passes.rewriting.core import IF_USED, Core, find_core
@@ -79,7 +78,6 @@ def _read(effects: Effects, node: fx.Node, masks: Masks, finish: Finish) -> Matc
     if changed is not None:
         return _reshaped(effects, call, *changed)
     if call.name == _CALL:
-        refuse_transformed(effects.ambient(node))
         return match_sdpa_call(effects, call, masks, finish)
     made = partial(_matched, masks=masks, finish=finish)
     found = recogniser.recognise(effects, call, lambda read: made(without_lost_rows(read)), masks.flag)
