@@ -70,7 +70,7 @@ def _leaky() -> tuple[nn.Module, tuple[Tensor, ...]]:
 
 
 def _mamba(*, pscan: bool) -> tuple[nn.Module, tuple[Tensor, ...]]:
-    from mambapy.mamba import Mamba, MambaConfig  # type: ignore[import-not-found]  # a library of this benchmark
+    from mambapy.mamba import Mamba, MambaConfig  # type: ignore[import-untyped]
 
     return Mamba(MambaConfig(d_model=64, n_layers=2, pscan=pscan)), (torch.randn(2, 64, 64),)
 

@@ -334,6 +334,19 @@ def test_features_of_one_projection_that_are_normalised_are_no_scores(softmaxes:
         assert [miss.reason.code for miss in backend.report.near_misses] == told
 
 
+@pytest.mark.parametrize("is_pooled", [False, True])
+def test_an_expectation_over_classes_is_no_attention(is_pooled: bool) -> None:
+    """As of ESMFold's errors and scores, and of boxes' sides: there is one number for each class, and no values."""
+
+    def expected(logits: Tensor, edges: Tensor, weights: Tensor) -> Tensor:
+        mean = (logits.softmax(-1) * ((edges[1:] + edges[:-1]) / 2)).sum(-1)
+        return (mean * (weights / weights.sum())).sum(-1) if is_pooled else mean
+
+    backend, inputs = Rewriting(strict=True), (torch.randn(2, 7, 7, 10), torch.rand(11), torch.rand(7))
+    torch.testing.assert_close(torch.compile(expected, backend=backend)(*inputs), expected(*inputs))
+    assert not backend.report.near_misses, backend.why_not()
+
+
 def _positive(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return F.elu(q) + 1, F.elu(k) + 1
 

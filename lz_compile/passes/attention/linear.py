@@ -50,8 +50,8 @@ def _is_context(region: Region, softmax: fx.Node, found: Contraction) -> bool:
         dims = next((dims for leaf, dims in _leaves(region, found, weights) if leaf is softmax), None)
         keys = None if dims is None else _keys(region, softmax, dims)
         if keys and keys <= {*atoms(found.summed)} and after is not None:
-            rows = {*axes_of(weights.dims)} - {*atoms(found.summed)} - {*axes_of(values.dims)}
-            return _sums(region, after, product, found.dims, rows)
+            rows, columns = ({*axes_of(each.dims)} - {*atoms(found.summed)} for each in (weights, values))
+            return bool(columns - rows) and _sums(region, after, product, found.dims, rows - columns)
     return False
 
 

@@ -301,8 +301,9 @@ def _is_from_outside(region: Region, call: Call, product: fx.Node) -> bool:
     is_left = region.reaches(outer.left.node, _NORMALISED | {"exp"}, outer.call.node)
     weights, values = (outer.left, outer.right) if is_left else (outer.right, outer.left)
     sources = _made_of(region.effects, call.input)
-    return (
-        bool(set(axes_of(weights.dims)) - {*atoms(outer.summed), *axes_of(values.dims)})
+    rows, columns = (set(axes_of(each.dims)) - {*atoms(outer.summed)} for each in (weights, values))
+    return (  # a number for each key is no value: an expectation, as of bins that a classifier chooses from
+        bool(rows - columns and columns - rows)
         and all(node.op == "placeholder" for node in sources)
         and any(_is_whole(node, call.node) and not is_weight(node) for node in sources)
     )
