@@ -230,6 +230,14 @@ def test_what_gains_nothing_stays(a, b, monkeypatch):
     assert widened(getattr(torch, name), a, b)[1] == [f"aten.{name}.default"]
 
 
+@pytest.mark.parametrize(("rows", "count"), [(16, 0), (128, 1)])
+def test_groups_of_a_few_rows_stay(rows, count, monkeypatch):
+    monkeypatch.setattr(wide_products, "_LEAST", 1 << 21)
+    factors = torch.randn(rows, 512).bfloat16(), torch.randn(8, 512, 512).bfloat16().mT
+    ends = torch.arange(1, 9, dtype=torch.int32) * (rows // 8)
+    assert widened(torch._grouped_mm, *factors, ends)[1].count(str(GROUPS)) == count
+
+
 def test_what_a_processor_has_instructions_for_stays(monkeypatch):
     monkeypatch.setattr(wide_products, "is_looped", lambda dtype: False)
     a, b = torch.randn(9, 400).bfloat16(), torch.randn(400, 700).bfloat16()

@@ -9,7 +9,7 @@ a float32 copy of a large weight would be new memory in every call, which takes 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, fx
@@ -47,7 +47,8 @@ def widen_products(graph: fx.Graph) -> None:
     for call in [node for node in graph.nodes if node.op == "call_function" and str(node.target) in _GROUPED]:
         given = [*call.args, *call.kwargs.values()]
         is_plain = len(given) > 2 and isinstance(given[2], fx.Node) and given[3:] in ([], [None], [None, None])
-        if is_plain and _is_looped(given[0].meta["val"]):
+        held = [each.meta["val"] for each in given[:3]] if is_plain else []
+        if is_plain and _is_looped(held[0]) and _groups_pay(*held):
             call.target = torch.ops.layerzero.wide_groups_kernel.default
             call.args, call.kwargs = tuple(given[:3]), {}
     for target in _CONVOLUTIONS:
@@ -145,18 +146,41 @@ def _wide_groups(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     Or of the columns ``[K, N]`` of the right one with ``[G, M, K]``; of ``[M, K]`` and ``[K, N]`` they are groups of the
     sum, and the result is ``[G, M, N]``.
     """
-    return _by_groups(_wide_product, left, right, ends)
+    return _by_groups(left, right, ends, widens=_groups_pay(left, right, ends))
 
 
-def _by_groups(product: Callable[..., Tensor], left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    result, start = _fake_groups(left, right, ends).zero_(), 0
+def _groups_pay(left: Tensor, right: Tensor, ends: Tensor) -> bool:
+    """Whether widening does for groups of the mean size, which may be a symbol."""
+    of_rows, of_columns, groups = right.dim() == 3, left.dim() == 3, ends.shape[0]
+    size = right.shape[-1] if of_columns else left.shape[0 if of_rows else 1]
+    if not isinstance(size, int):
+        return True
+    part = slice(size // max(groups, 1))
+    return _pays(*_group(left, right, part, 0)) if groups else False
+
+
+def _group(left: Tensor, right: Tensor, part: slice, place: int) -> tuple[Tensor, Tensor]:
+    """The factors of one group."""
+    if right.dim() == 3:
+        return left[part], right[place]
+    return (left[place], right[:, part]) if left.dim() == 3 else (left[:, part], right[part])
+
+
+def _by_groups(left: Tensor, right: Tensor, ends: Tensor, *, widens: bool) -> Tensor:
+    result, start = _fake_groups(left, right, ends), 0
     for place, end in enumerate(ends.tolist()):
         part = slice(start, end)
-        one = left[part] if right.dim() == 3 else left[:, part] if left.dim() == 2 else left[place]
-        other = right[:, part] if left.dim() == 3 else right[part] if right.dim() == 2 else right[place]
-        found = part if right.dim() == 3 else place if left.dim() == 2 else (slice(None), part)
-        result[found] = product(one, other, None, 1, 1)
+        if start == end and left.dim() != right.dim():
+            continue
+        factors = _group(left, right, part, place)
+        found = result[part] if right.dim() == 3 else result[:, part] if left.dim() == 3 else result[place]
+        if widens and _pays(*factors):
+            found.copy_(_wide_product(*factors, None, 1, 1))
+        else:
+            torch.mm(*factors, out=found)
         start = end
+    if left.dim() != right.dim():  # what belongs to no group
+        (result[start:] if right.dim() == 3 else result[:, start:]).zero_()
     return result
 
 
@@ -166,7 +190,7 @@ def _fake_groups(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
 
 
 def _looped_groups(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
-    return _by_groups(_looped, left, right, ends)
+    return _by_groups(left, right, ends, widens=False)
 
 
 def _fake(left: Tensor, right: Tensor, added: Tensor | None, beta: float, alpha: float) -> Tensor:
