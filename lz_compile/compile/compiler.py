@@ -139,7 +139,7 @@ def _run(
         last, text = earlier[0], f"compiling {earlier[0].failed}"
         if options.strict:
             raise RewriteFailedError(f"{text}: {type(error).__name__}: {error}") from error
-        events.record("COMPILE_FAILED", f"{text}; {last.compiled} is compiled", error)
+        events.record("COMPILE_FAILED", f"{text}; {last.compiled} is tried", error)
         last.snapshot.restore()
         last.unmark(report)
     return _run(run, module, inputs, report, options, earlier[1:])

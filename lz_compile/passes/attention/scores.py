@@ -253,7 +253,7 @@ def _inner_scale(
     """
     inner, rest = _affine(argument, product)
     if rest != 0 or not outer.is_number or indicators(inner):
-        text = f"the cap is not c * tanh(scores / c) ({region.told(outer)} * tanh({region.told(argument)}))"
+        text = f"the cap is not c * tanh(scores / c) of scores alone ({region.told(outer)} * tanh({region.told(argument)}))"
         raise RefusedError("SOFTCAP_NOT_UNDERSTOOD", text, "cap plainly")
     return tidy(sympy.expand(inner * outer)), float(outer)
 
