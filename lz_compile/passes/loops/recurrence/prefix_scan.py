@@ -131,9 +131,8 @@ class _Reader:
         core, shape = self.core(output), known_tensor(output).shape
         long = [dim for dim, steps in enumerate(shape) if isinstance(steps, int) and steps >= LEAST_STEPS]
         mixing = {dim: sum(self._mixes(node, dim) for node in core) for dim in long}
-        for dim in sorted(
-            long, key=mixing.__getitem__, reverse=True
-        ):  # pieces of time seem to be of other dimensions, too
+        # Pieces of time seem to be pieces of other dimensions, too.
+        for dim in sorted(long, key=mixing.__getitem__, reverse=True):
             steps, leaves = shape[dim], self._leaves(core, dim)
             if mixing[dim] < 2 * math.log2(steps) or leaves is None:
                 continue
