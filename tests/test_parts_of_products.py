@@ -137,3 +137,7 @@ def test_a_product_with_a_weight_stays_whole() -> None:
             return (x @ self.weight)[..., :3].softmax(-1)
 
     assert cut_factors(capture(Router(), torch.randn(2, 5, 4)).graph) == 0
+
+
+def test_one_number_is_flipped_as_it_is() -> None:
+    assert cut_factors(capture(lambda x: x.sum().flip(0), torch.ones(2)).graph) == 0

@@ -270,6 +270,19 @@ def filled_in_place_and_forgotten(x: Tensor, y: Tensor) -> Any:
     return out.softmax(-1), x * 2
 
 
+def an_expansion(x: Tensor, y: Tensor) -> Tensor:
+    base = x * y[0]
+    base[:1].expand(4, -1).masked_fill_(base[:1].expand(4, -1) > 0, 0.25)
+    return base.sin()
+
+
+def stored_with_a_new_dimension(x: Tensor, y: Tensor) -> Tensor:
+    base = x * y[0]
+    base[2][None] = y[:1]
+    base[3, 4][None] = y[1, :1]
+    return base.sin()
+
+
 LOOKALIKES = (
     half_of_a_wider_sum,
     views_taken_before,
@@ -287,6 +300,8 @@ LOOKALIKES = (
     every_second_row_of_every_third_column,
     filled_by_what_has_a_gradient,
     filled_in_place_and_forgotten,
+    an_expansion,
+    stored_with_a_new_dimension,
 )
 
 

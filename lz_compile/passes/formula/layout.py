@@ -191,7 +191,7 @@ def places_of(element: Any, size: int | None) -> tuple[range, bool] | None:
 def single_cut(index: Any, tensor: torch.Tensor) -> tuple[int, range, bool] | None:
     """The one dimension that an index cuts, the places that it selects there, and whether it drops it; None for others."""
     cuts = [(dim, each) for dim, each in enumerate(elements_of(index, tensor) or ()) if each != WHOLE]
-    if len(cuts) != 1:
+    if len(cuts) != 1 or cuts[0][1] is None:
         return None
     ((dim, element),) = cuts
     size = shape_of(tensor)[dim]

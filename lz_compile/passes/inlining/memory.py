@@ -78,7 +78,8 @@ class View:
             size, stride = (1, unit) if drops else (shape[dim], strides[dim])
             behind = dim if drops else dim + 1
             around = [*shape[:dim], other.shape[dim], *shape[behind:]], [*strides[:dim], unit, *strides[behind:]]
-            if unit and size and around == ([*other.shape], [*other.stride()]) and not (offset % unit or stride % unit):
+            is_slice = unit and size and (stride or size == 1)  # and no expansion
+            if is_slice and around == ([*other.shape], [*other.stride()]) and not (offset % unit or stride % unit):
                 start, step = offset // unit, stride // unit if size > 1 else 1
                 return whole, dim, slice(start, start + (size - 1) * step + 1, step), drops
         return None

@@ -79,7 +79,7 @@ def _cut(node: fx.Node) -> tuple[fx.Node, _Cuts, tuple[int, ...]] | None:
 def _picked(call: Call) -> dict[int, range | _Pick] | None:
     """The dimensions that a call puts in another order, or takes places of by an index, no more than there are."""
     source = tensor_of(call.input)
-    if source is None or call.name not in ("flip", "roll", "index_select", "getitem"):
+    if source is None or not source.dim() or call.name not in ("flip", "roll", "index_select", "getitem"):
         return None
     if call.name == "flip":
         dims = call.get("dims") or call.positional()
