@@ -562,7 +562,8 @@ def test_the_trial_of_a_backward_pass_finds_each_fault(monkeypatch, tmp_path, fa
     """Where PyTorch is right without what mends it, that can go."""
     monkeypatch.setenv("LAYERZERO_CACHE_DIR", str(tmp_path))
     if fault == "donated buffers":
-        monkeypatch.setattr(inductor, "functorch_config", SimpleNamespace(patch=lambda **given: nullcontext()))
+        without = SimpleNamespace(patch=lambda **given: nullcontext(), activation_memory_budget=1.0)
+        monkeypatch.setattr(inductor, "functorch_config", without)
     else:
         monkeypatch.setattr(inductor, "untangle", lambda graph: None)
     with torch._inductor.config.patch(force_disable_caches=True):

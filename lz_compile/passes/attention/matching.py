@@ -122,9 +122,11 @@ def _check_weights(emitter: AttentionEmitter, core: Core) -> None:
         name = effects.name(node) or ""
         return [] if name.endswith("_like") or name.startswith("new_") else inside.intersection(node.all_input_nodes)
 
-    weights, values, edge, inside = emitter.weights(), emitter.value.node, emitter.edge(), set(core.nodes)
+    weights, values, inside = emitter.weights(), emitter.value.node, set(core.nodes)
+    leaves = emitter.region.leaves_in(emitter.keep, emitter.bias).values()
+    masks = {leaf.node for leaf in leaves if leaf.axes & {*emitter.roles.keys}}
     for node in core.nodes:
-        if node in edge and core.nodes[0] in reached([node], above):
+        if node in {values, *weights, *masks} and core.nodes[0] in reached([node], above):
             does, edit = ("is weighted by", _AVERAGED) if node is values else ("masks", _CHOSEN)
             does, edit = ("weights", IF_USED) if node in weights else (does, edit)
             raise RefusedError("INTERIOR_USED", f"{told(node)} is made of the scores, and {does} what they give", edit)
