@@ -41,6 +41,7 @@ def near_misses() -> dict[str, Lookalike]:
     return {
         "weights_returned": Lookalike(weights_returned, qkv, "INTERIOR_USED"),
         "scores_returned": Lookalike(scores_returned, qkv, "INTERIOR_USED"),
+        "weights_cast_and_used": Lookalike(weights_cast_and_used, qkv, "INTERIOR_USED"),
         "softmax_over_queries": Lookalike(softmax_over_queries, qkv, "SOFTMAX_OTHER_AXIS"),
         "softmax_over_heads": Lookalike(softmax_over_heads, qkv, "SOFTMAX_OTHER_AXIS"),
         "output_contracted_over_queries": Lookalike(output_over_queries, queries_as_keys, "SOFTMAX_OTHER_AXIS"),
@@ -130,6 +131,11 @@ def slots_filled_by_the_same_scores(query: Tensor, key: Tensor, value: Tensor) -
     slots = (scores.softmax(-2).transpose(-1, -2) @ query).unbind(1)
     filled = torch.stack([torch.relu(slot @ value[0, 0, :8] + value[0, 1, 0]) for slot in slots], 1)
     return scores.softmax(-1) @ filled
+
+
+def weights_cast_and_used(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    weights = _scores(query, key).softmax(-1)
+    return weights @ value + weights.double().amax().to(value.dtype)
 
 
 def all_but_the_highest_scores_masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
