@@ -144,21 +144,39 @@ def test_products_of_groups_are_summed_in_float32(form, ends):
     torch.testing.assert_close(looped, found, rtol=2e-2, atol=2e-2)
 
 
-def test_experts_of_transformers_are_trained_with_such_products():
+@pytest.mark.parametrize(
+    ("named", "count"), [({"offs": True}, 1), ({"out_dtype": torch.bfloat16}, 0), ({}, 0)], ids=str
+)
+def test_what_else_a_call_asks_for_stays_pytorchs_own(named, count):
+    dims = 2 if "offs" in named else 3
+    graph = torch.fx.Graph()
+    shapes = [(4, 40, 16)[-dims:], (4, 16, 24), (4,)]
+    tensors = [torch.empty(shape, dtype=torch.bfloat16) for shape in shapes]
+    given = [graph.placeholder(f"x{i}") for i in range(3)]
+    for node, tensor in zip(given, tensors, strict=True):
+        node.meta["val"] = tensor
+    named = {name: given[2] if name == "offs" else each for name, each in named.items()}
+    call = graph.call_function(torch.ops.aten._grouped_mm.default, tuple(given[:2]), named)
+    widen_products(graph)
+    assert (call.target is GROUPS) == bool(count)
+
+
+@pytest.mark.parametrize(("dtype", "counts"), [(torch.bfloat16, [2, 3]), (torch.float16, [2, 0])], ids=str)
+def test_experts_of_transformers_are_trained_with_such_products(dtype, counts):
     config = transformers.MixtralConfig(
         vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, num_local_experts=4,
     )  # fmt: skip
-    experts = transformers.MixtralForCausalLM(config).bfloat16().model.layers[0].mlp.experts
+    experts = transformers.MixtralForCausalLM(config).to(dtype).model.layers[0].mlp.experts
     shares, places = torch.rand(48, 4).topk(2)
     x, seen = torch.randn(48, 32), []
     with torch._inductor.config.patch(
         post_grad_custom_post_pass=lambda graph: seen.append([str(node.target) for node in graph.nodes]),
         force_disable_caches=True,
     ):
-        result = torch.compile(experts, backend="layerzero")(x.bfloat16(), places, shares.bfloat16())
+        result = torch.compile(experts, backend="layerzero")(x.to(dtype), places, shares.to(dtype))
         result.float().square().sum().backward()
-    assert [names.count(str(GROUPS)) for names in seen] == [2, 3]  # nobody asked for the gradient of the input
+    assert [names.count(str(GROUPS)) for names in seen] == counts  # nobody asked for the gradient of the input
     exact = copy.deepcopy(experts).double()
     exact.zero_grad()
     exact.config._experts_implementation = "eager"

@@ -45,12 +45,13 @@ def widen_products(graph: fx.Graph) -> None:
                 call.target = torch.ops.layerzero.wide_product_kernel.default
                 call.args, call.kwargs = (left, right, *(added or (None,)), *factors), {}
     for call in [node for node in graph.nodes if node.op == "call_function" and str(node.target) in _GROUPED]:
-        given = [*call.args, *call.kwargs.values()]
-        is_plain = len(given) > 2 and isinstance(given[2], fx.Node) and given[3:] in ([], [None], [None, None])
-        held = [each.meta["val"] for each in given[:3]] if is_plain else []
+        (left, right, *rest), others = call.args, dict(call.kwargs)
+        ends = rest.pop(0) if rest else others.pop("offs", None)
+        is_plain = isinstance(ends, fx.Node) and all(each is None for each in (*rest, *others.values()))
+        held = [each.meta["val"] for each in (left, right, ends)] if is_plain else []
         if is_plain and _is_looped(held[0]) and _groups_pay(*held):
             call.target = torch.ops.layerzero.wide_groups_kernel.default
-            call.args, call.kwargs = tuple(given[:3]), {}
+            call.args, call.kwargs = (left, right, ends), {}
     for target in _CONVOLUTIONS:
         for call in graph.find_nodes(op="call_function", target=target):
             if _is_looped(call.args[0].meta["val"]):
