@@ -47,7 +47,7 @@ _READ = frozenset("rsqrt sqrt var var_mean std norm linalg_vector_norm neg view_
 
 
 def with_values(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
-    """Let what is written in place be a value of its own, where nobody else holds the memory; how many were.
+    """Let what is written in place be a value of its own, where nobody else holds the memory; how many calls were changed.
 
     Graphs that nobody would read otherwise are left as they are.
     """
@@ -64,9 +64,10 @@ def with_values(graph: fx.Graph, may_edit: MayEdit = anywhere) -> int:
     if not effects.has_mutations:
         return spelled
     stage = _Stage(graph, effects, may_edit, is_scored=is_scored)
-    if stage.spell_out_pieces():
+    pieces = stage.spell_out_pieces()
+    if pieces:
         stage = _Stage(graph, Effects(graph), may_edit, is_scored=is_scored)
-    return spelled + stage.run()
+    return spelled + pieces + stage.run()
 
 
 def _is_computed(buffer: fx.Node, count: int) -> bool:
@@ -120,8 +121,8 @@ class _Stage:
             self.graph.erase_node(node)
         return len(replaced)
 
-    def spell_out_pieces(self) -> bool:
-        """Let each view that is written through concern one dimension, where it can; whether any is spelled otherwise now.
+    def spell_out_pieces(self) -> int:
+        """Let each view that is written through concern one dimension, where it can; how many are spelled otherwise now.
 
         ``x[:, 1:, 0]`` is ``x[..., 0][:, 1:]``, and ``x.view(B, T // 2, 2)`` is ``x.unflatten(1, (T // 2, 2))``. A piece of
         scores is told as arithmetic.
@@ -133,7 +134,7 @@ class _Stage:
                 continue
             if self._is_cut_rarely(_root(view)):
                 made.update(dict.fromkeys((node, *(each.made for each in view.above() if each.cut() is None))))
-        return sum([self._spelled_out(node) for node in made]) > 0
+        return sum([self._spelled_out(node) for node in made])
 
     def _spelled_out(self, node: fx.Node) -> bool:
         (dim, last), *others = _cuts(node) or [(0, None)]
